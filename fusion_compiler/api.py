@@ -183,9 +183,9 @@ def check_optimizer(model: object, optimizer: object, when: str) -> None:
 
 def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
     """Compile a graph for `torch.compile(model, backend="fusion_compiler")`; options are as in `compile`."""
-    given = {**options.pop("options", {}), **options}
-    patterns = given.pop("patterns", DEFAULT_PATTERNS)
-    return Compiler(Options.of(**given), patterns).backend()(gm, inputs)
+    settings = {**options.pop("options", {}), **options}
+    patterns = settings.pop("patterns", DEFAULT_PATTERNS)
+    return Compiler(Options.of(**settings), patterns).backend()(gm, inputs)
 
 
 class Compiler:
@@ -199,8 +199,8 @@ class Compiler:
     ) -> None:
         self.options, self.asked = options, asked
         self.patterns = checked(patterns)
-        self.given = tuple(p for p in self.patterns if p not in DEFAULT_PATTERNS)
-        for pattern in self.given:
+        self.user_patterns = tuple(p for p in self.patterns if p not in DEFAULT_PATTERNS)
+        for pattern in self.user_patterns:
             check(pattern)
         check_reachable(self.patterns)
         self.stages = Stages()
@@ -220,9 +220,9 @@ class Compiler:
 
     def backend(self) -> Callable[..., Any]:
         check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
-        own = replace_patterns(self.patterns, check)
+        user_rewrites = replace_patterns(self.patterns, check)
         rewrites = rewrites_for(self.options.numerics)
-        rewrites = rewrites if own is None else (own, *rewrites)
+        rewrites = rewrites if user_rewrites is None else (user_rewrites, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         rarely = rare_collections()
         graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
@@ -236,7 +236,7 @@ class Compiler:
                 give_up=self.give_up,
                 split=split,
                 options=f"{self.options} asked={self.asked}",
-                telling=own is None,  # what a pattern of the user's does is not told by its name
+                telling=user_rewrites is None,  # the name of a user pattern does not say what it does
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,
             )
@@ -263,14 +263,14 @@ class Compiler:
         key = self.key(info, dag, setting, backend)
         kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
         if kept is not None:
-            (plan, ready), told = kept, dict[str, str]()
+            (plan, ready), notes = kept, dict[str, str]()
         else:
             self.stages.enter("match")
             hints = self.hints(info.phase)
-            found = match_all(hints, dag, origins=info.origins, watched=self.given)
-            told = notes_of_hints(hints, found, self.given, backward=info.phase is Phase.BACKWARD)
+            matched = match_all(hints, dag, origins=info.origins, watched=self.user_patterns)
+            notes = notes_of_hints(hints, matched, self.user_patterns, backward=info.phase is Phase.BACKWARD)
             self.stages.enter("plan")
-            plan, ready = planned(info, dag, replace(setting, matches=found.matches)), None
+            plan, ready = planned(info, dag, replace(setting, matches=matched.matches)), None
         donated = info.donated if self.options.cudagraphs is not True else ()  # PyTorch's recordings own it
         order = ordered(plan, info.owned, donated=donated)
         plan = order.placed(plan)
@@ -280,12 +280,12 @@ class Compiler:
         self.report_left(plan)
         self.progress.say(f"planned {count(len(plan.clusters), 'kernel')}")
         self.stages.enter("emit")
-        known = len(self.runners)
+        count_before = len(self.runners)
         runners = self.runners_of(plan, device, backend, ready)
         if key is not None and ready is None:
-            made = [*self.runners.values()][known:]
-            reason = self.kept.put(key, plan, {r.name: r.candidates for r in made if r.candidates})
-            told |= {"plan on disk": f"not kept: {reason}"} if reason else {}
+            new_runners = [*self.runners.values()][count_before:]
+            reason = self.kept.put(key, plan, {r.name: r.candidates for r in new_runners if r.candidates})
+            notes |= {"plan on disk": f"not kept: {reason}"} if reason else {}
         self.stages.enter("stitch")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
@@ -294,8 +294,8 @@ class Compiler:
         if info.phase is Phase.CHUNK:
             self.times[info.name] = step_time(plan, device, setting.hints)
         handover = self.handovers.of(gm, info)
-        given = handover.given if handover is not None else {}
-        stitched = stitch(plan, called, order, view=view, ranges=ranges, given=given)
+        hooks = handover.hooks if handover is not None else {}
+        stitched = stitch(plan, called, order, view=view, ranges=ranges, hooks=hooks)
         self.debug.stage(info.name, "stitch", stitched)
         if backend == "triton":
             self.stages.enter("kernels")
@@ -303,16 +303,16 @@ class Compiler:
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         run = handover.around(run) if handover is not None else run
-        notes = {**told, **notes_of(info.rewrites)}
+        notes = {**notes, **notes_of(info.rewrites)}
         if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
-            rules = (p.name for p in self.given if not isinstance(p, ClusterHint))
+            rules = (p.name for p in self.user_patterns if not isinstance(p, ClusterHint))
             notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
         graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
         tuning = self.tuning(plan, runners) if backend == "triton" and not self.options.verify else None
         if graphs is True:
             run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend, tuning)
         elif graphs == "auto" and backend == "triton":
-            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.made)
+            terms = functools.partial(self.terms, replace(plan, solved=None), info, order.allocated)
             decided = functools.partial(self.decided, info, handover)
             run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
         if handover is not None:  # a recording gives back what was recorded
@@ -341,7 +341,7 @@ class Compiler:
         """
         if info.phase is not Phase.BACKWARD:
             self.computed |= {key_of(dag.op(name)) for name in dag.order}
-        if not info.digest or self.given or self.asked or setting.hints:
+        if not info.digest or self.user_patterns or self.asked or setting.hints:
             return None
         before = sorted(map(repr, self.computed))  # which gradients a backward has
         ops = [(name, str(dag.op(name).target)) for name in dag.order]
@@ -356,7 +356,7 @@ class Compiler:
         loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
         if not loops:
             return gm
-        made, nodes = copied(gm)
+        copy, nodes = copied(gm)
         for node in loops:
             loop: Chunked = node.target
             names = {rows: f"{loop.name}.{rows}_{loop.unit}" for rows in loop.bodies}
@@ -368,8 +368,8 @@ class Compiler:
             times = [self.times[f"{info.name}.{names[rows]}"] for rows in loop.sizes]
             host, gpu = (sum(getattr(time, of) for time in times) for of in ("host_us", "gpu_us"))
             nodes[node].target = replace(loop, runs=runs, peak=peak, host_us=host, gpu_us=gpu)
-        made.recompile()
-        return made
+        copy.recompile()
+        return copy
 
     def with_inner_graphs(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
         """Return `gm` with compiled branches and loop bodies of its control flow; `gm` itself if it has none.
@@ -379,12 +379,12 @@ class Compiler:
         inner = inner_graphs(gm)
         if not inner:
             return gm
-        made, _ = copied(gm)
+        copy, _ = copied(gm)
         for name, graph in inner.items():
             inner_info = self.chunk_info(name, info)
-            setattr(made, name, compiled_graph(graph, lambda g, i=inner_info: self.graph(g, examples(g), i)))
-        made.recompile()
-        return made
+            setattr(copy, name, compiled_graph(graph, lambda g, i=inner_info: self.graph(g, examples(g), i)))
+        copy.recompile()
+        return copy
 
     def chunk_info(self, name: str, info: GraphInfo) -> GraphInfo:
         digest = f"{info.digest} {name}" if info.digest else ""
@@ -438,10 +438,10 @@ class Compiler:
         us = times_by(plan, runners)
         return GraphTuning(sorted(us, key=us.__getitem__, reverse=True), self.stages)
 
-    def terms(self, plan: FusionPlan, info: GraphInfo, made: int, at: Hints | None = None) -> Terms:
+    def terms(self, plan: FusionPlan, info: GraphInfo, allocated: int, at: Hints | None = None) -> Terms:
         """Return the predictions that decide if a graph is recorded without being asked for.
 
-        at: the sizes of the calls, if other than planned. made: `Order.made` for the planned sizes.
+        at: the sizes of the calls, if other than planned. allocated: `Order.allocated` for the planned sizes.
         """
         setting = plan.setting
         assert setting is not None
@@ -450,9 +450,11 @@ class Compiler:
         is_copied = info.phase is Phase.INFERENCE  # in training results are lent
         results = dict.fromkeys(plan.dag.outputs if is_copied else ())
         copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
-        made = made if at == setting.hints else ordered(plan, info.owned, at, info.donated).made
+        allocated = (
+            allocated if at == setting.hints else ordered(plan, info.owned, at, info.donated).allocated
+        )
         copy_us = 2e6 * copied / setting.device.copy_bandwidth
-        return Terms(time.host_us, time.gpu_us, made, copy_us, time.replay_us)
+        return Terms(time.host_us, time.gpu_us, allocated, copy_us, time.replay_us)
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warn of dtypes that no kernel can hold; if strict, raise if an op has no kernel and no library."""
@@ -467,11 +469,11 @@ class Compiler:
             more = f"; as would {', '.join(sorted(others))}" if others else ""
             raise EagerOperatorError(first.source, op=first.target, reason=first.reason, others=more)
 
-    def broke(self, found: Sequence[GraphBreak]) -> None:
+    def broke(self, breaks: Sequence[GraphBreak]) -> None:
         """Record the graph breaks of a call in the plans, and warn of the one that leaves most to eager."""
-        self.plans.broke(found)
-        self.debug.breaks(found)
-        for one in sorted((b for b in found if not b.deliberate), key=lambda b: not b.function)[:1]:
+        self.plans.broke(breaks)
+        self.debug.breaks(breaks)
+        for one in sorted((b for b in breaks if not b.deliberate), key=lambda b: not b.function)[:1]:
             self.warned.fall_back("graph break", one.error)
 
     def missed(self, model: str, method: str) -> None:
@@ -513,14 +515,14 @@ class Compiler:
 
         In a backward graph the gradient of a hint stands before it, if a forward graph had its operators.
         """
-        found: list[Traced] = []
+        hints: list[Traced] = []
         for pattern in self.patterns:
             if isinstance(pattern, ClusterHint):
                 hint = traced_hint(pattern)
                 if pattern.backward and phase is Phase.BACKWARD and hint.operators <= self.computed:
-                    found.append(traced_gradient(pattern))
-                found.append(hint)
-        return found
+                    hints.append(traced_gradient(pattern))
+                hints.append(hint)
+        return hints
 
     def backend_for(self, kind: str) -> str:
         """Return the name of the backend that runs the clusters of a graph on this kind of device."""
@@ -635,8 +637,8 @@ def planned(info: GraphInfo, dag: OpDag, setting: Setting) -> FusionPlan:
 
 def deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that calls `make` on its first call and then calls the result."""
-    made = functools.cache(make)
-    return lambda *arguments: made()(*arguments)
+    cached = functools.cache(make)
+    return lambda *arguments: cached()(*arguments)
 
 
 def check(pattern: Pattern) -> None:
@@ -659,12 +661,12 @@ def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence
     """
     if not large_logits(gm.graph):
         return gm, ()
-    made, _ = copied(gm)
-    notes = chunk_gradients(made.graph)
+    copy, _ = copied(gm)
+    notes = chunk_gradients(copy.graph)
     if not any(note.applied for note in notes):
         return gm, notes
-    made.recompile()
-    return made, notes
+    copy.recompile()
+    return copy, notes
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
@@ -673,8 +675,8 @@ def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
     notes: dict[str, list[str]] = {}
     for (rule, applied, reason), times in counts.items():
         verdict = "done" if applied else "refused"
-        told = reason if applied is None else f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}"
-        notes.setdefault(rule, []).append(told)
+        text = reason if applied is None else f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}"
+        notes.setdefault(rule, []).append(text)
     return {rule: "; ".join(texts) for rule, texts in notes.items()}
 
 

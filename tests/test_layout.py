@@ -161,7 +161,7 @@ def check_wheel(wheel: Path) -> None:
     expected = {name.replace(".", "/") for name in modules()}
     held = {n.removesuffix("/__init__.py").removesuffix(".py") for n in names if n.endswith(".py")}
     assert held == expected
-    assert "fusion_compiler/py.typed" in names
+    assert {"fusion_compiler/py.typed", "fusion_compiler/schedule/measured.csv"} <= set(names)
     assets = {f.relative_to(ROOT).as_posix() for f in (PACKAGE / "assets").rglob("*") if f.is_file()}
     assert {n for n in names if n.startswith("fusion_compiler/assets/")} == assets
     assert "[torch_dynamo_backends]" in entry_points

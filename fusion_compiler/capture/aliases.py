@@ -1,4 +1,4 @@
-"""Results that AOTAutograd would make wrongly, told from the graph when it is compiled."""
+"""Correct results that AOTAutograd would compute wrongly, which the graph shows when it is compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusion_compiler.errors import SubclassViewError
 
 
 def check_aliases(metadata: Any, graph: fx.Graph) -> None:
-    """Change in `metadata`, AOTAutograd's of `graph`, how views of arguments are made where that would fail.
+    """Change how views of arguments are made, in `metadata`, AOTAutograd's of `graph`, where that would fail.
 
     AOTAutograd makes such a result again after each call, from the argument. If arguments share memory and
     one of them is written, it joins them into one that holds all of it, and makes the result from that as if

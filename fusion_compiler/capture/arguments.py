@@ -1,4 +1,5 @@
-"""Arguments that mean something else than the memory which kernels read: lazy, dual and wrapped tensors.
+"""Handle arguments that mean something else than the memory which kernels read: lazy, dual and wrapped
+tensors.
 
 TorchDynamo's guards compare the dispatch keys and the type of every tensor that enters a graph, and
 `capture/guards.py` adds the level of forward-mode differentiation. So a decision that is made when a graph is
@@ -45,7 +46,8 @@ def in_forward_mode() -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A graph whose arguments are plain tensors, made of one whose arguments may be views of such tensors.
+    """An entry is a graph whose arguments are plain tensors, in place of one whose arguments may be views of
+    such tensors.
 
     graph, inputs: what is compiled. resolve: by position of an argument, the function that makes the view
     which `graph` takes; it has the argument's memory, so what the graph writes is seen there. returned: by

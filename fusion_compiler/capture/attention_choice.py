@@ -1,4 +1,4 @@
-"""The operator that scaled_dot_product_attention becomes on a GPU, chosen without one.
+"""Choose the operator that scaled_dot_product_attention becomes on a GPU, without the GPU.
 
 PyTorch chooses among its kernels in C++, by the GPU that runs the process. `backend_of` makes the same choice
 from a DeviceSpec. It follows `select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, as
@@ -35,7 +35,7 @@ _LEAST = -65504.0  # for masked scores in cuDNN, which has no -inf
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call of scaled_dot_product_attention that decide which kernel runs."""
+    """A call has the arguments of scaled_dot_product_attention that decide which kernel runs."""
 
     query: Tensor
     key: Tensor
@@ -52,7 +52,7 @@ class Call:
 
 
 def cudnn_version() -> int | None:
-    """The version of PyTorch's cuDNN, e.g. 91900; None for a build of PyTorch without it."""
+    """Return the version of PyTorch's cuDNN, e.g. 91900, or None for a build of PyTorch without it."""
     return torch.backends.cudnn.version() if torch.version.cuda else None
 
 
@@ -68,7 +68,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """scaled_dot_product_attention on the GPU `spec`; tensors on a CPU are left to PyTorch."""
+    """Compute scaled_dot_product_attention as on the GPU `spec`; PyTorch handles tensors on a CPU."""
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     backend = SDPBackend.MATH if query.device.type == "cpu" else backend_of(call, spec)
     if backend is SDPBackend.CUDNN_ATTENTION:
@@ -111,7 +111,7 @@ def backend_of(call: Call, spec: DeviceSpec) -> SDPBackend:
 
 
 def _capability(spec: DeviceSpec) -> tuple[int, int]:
-    """(9, 0) of "sm_90"; (0, 0) of a GPU that is not NVIDIA's."""
+    """Return (9, 0) for "sm_90", and (0, 0) for a GPU that is not NVIDIA's."""
     family, _, number = spec.target.partition("_")
     return divmod(int(number), 10) if family == "sm" else (0, 0)
 
@@ -221,14 +221,15 @@ def _efficient(call: Call, spec: DeviceSpec) -> bool:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype, least: float) -> Tensor | None:
-    """A boolean mask as numbers to add to scores; any other as it is."""
+    """Return a boolean mask as numbers to add to scores, and any other mask unchanged."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(least, dtype=dtype, device=mask.device))
 
 
 def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask for every query head, whose rows begin where the memory-efficient kernel can load them."""
+    """Return a mask for every query head, whose rows begin where the memory-efficient kernel can load
+    them."""
     if mask is None:
         return None
     steps = mask.stride()

@@ -1,4 +1,4 @@
-"""Autocast of CUDA FakeTensors that C++ does not take for tensors of a GPU (capture/target.py).
+"""Autocast CUDA FakeTensors that C++ does not take for tensors of a GPU (capture/target.py).
 
 C++ casts the arguments of an operator only if they are on the device that autocast is entered for. What it
 casts them to depends on their dtypes alone, so it is asked with other FakeTensors of the same dtypes.
@@ -65,19 +65,19 @@ def with_kernel(op: OpOverload, key: DispatchKey, function: Callable[..., Any]) 
 
 
 class _Dtype:
-    """Stands for a tensor of this dtype."""
+    """An object of this class stands for a tensor of this dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
 class _Reached(BaseException):
-    """Carries the arguments with which an operator is called after autocast."""
+    """The exception carries the arguments with which an operator is called after autocast."""
 
 
 @functools.cache
 def _operators() -> tuple[OpOverload, ...]:
-    """The operators whose arguments autocast may cast on a GPU."""
+    """Return the operators whose arguments autocast may cast on a GPU."""
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     cast = (n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA"))
     parts = (n.removeprefix("aten::").partition(".") for n in cast)

@@ -1,4 +1,4 @@
-"""Forward and backward graphs from disk, through AOTAutograd's own cache.
+"""Read forward and backward graphs from disk, through AOTAutograd's own cache.
 
 AOTAutograd keeps what it found out about a graph, beside what the compiler makes of the forward and the
 backward: an `OutputCode`, which it pickles. Ours (`StoredGraph`) holds the text of a functional ATen graph
@@ -54,9 +54,10 @@ _reading: ContextVar[Read | None] = ContextVar("reading", default=None)
 
 @dataclass
 class StoredGraph(OutputCode):
-    """A compiled graph as AOTAutograd has it: called with one list of arguments, which it empties.
+    """A stored graph is a compiled graph as AOTAutograd calls it: with one list of arguments, which the graph
+    empties.
 
-    text: JSON of the graph and of what is known of it; "" where it is not kept, for the `reason`.
+    text: JSON of the graph and of facts about it; "" if it is not kept, for the `reason`.
     """
 
     text: str
@@ -75,13 +76,13 @@ class StoredGraph(OutputCode):
         return self.run(inputs)  # type: ignore[arg-type]  the list is the caller's
 
     def prepare_for_serialization(self) -> None:
-        """Raises BypassAOTAutogradCache for a graph that is not to be kept."""
+        """Raise BypassAOTAutogradCache for a graph that must not be kept."""
         if not self.text:
             raise BypassAOTAutogradCache(self.reason)
         self.run = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        """Called where an entry was found. Raises BypassAOTAutogradCache outside of `cached`."""
+        """Compile an entry that was found. Raise BypassAOTAutogradCache outside of `cached`."""
         del example_inputs, constants, graph_kwargs
         read = _reading.get()
         if read is None:
@@ -92,23 +93,24 @@ class StoredGraph(OutputCode):
         del triton_bundle
 
 
-def stored(gm: fx.GraphModule, known: Mapping[str, Any]) -> StoredGraph:
-    """The text of a graph, which does not run yet; known: more that JSON holds."""
+def stored(gm: fx.GraphModule, facts: Mapping[str, Any]) -> StoredGraph:
+    """Return the text of a graph, which does not run yet. facts: more that the JSON holds."""
     try:
-        return StoredGraph(json.dumps({**known, "graph": write(gm)}))
+        return StoredGraph(json.dumps({**facts, "graph": write(gm)}))
     except NotWritable as reason:
         return StoredGraph("", str(reason))
 
 
 def serializable(compiler: Callable[..., StoredGraph]) -> SerializableAOTDispatchCompiler:
-    """A forward compiler by which AOTAutograd knows that results may be kept."""
+    """Return a forward compiler by which AOTAutograd knows that results may be kept."""
     return SerializableAOTDispatchCompiler(StoredGraph, compiler)
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
-    """A hash of all that AOTAutograd's result for a pre-autograd graph depends on, and that a plan shows.
+    """Return a hash of all that a plan shows and of all on which AOTAutograd's result for a pre-autograd
+    graph depends.
 
-    Raises NotWritable where something of it cannot be told.
+    Raises NotWritable if a part of it has no text.
     """
     if torch.compiler.config.force_disable_caches or not config.enable_autograd_cache:
         raise NotWritable("PyTorch's cache of autograd's graphs is off")
@@ -126,7 +128,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
 
 
 def about_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """What AOTAutograd sees of the inputs beside what the graph's text has. Raises NotWritable."""
+    """Return what AOTAutograd reads of the inputs beside what the graph's text has. Raise NotWritable."""
     about = [_input(x) for x in inputs]
     storages = [place_of(x) for x in inputs]
     if len(set(storages)) < len(storages):
@@ -142,7 +144,8 @@ def _input(value: Any) -> list[Any]:
 
 
 def ambient() -> list[Any]:
-    """The state of the process that decides which operators autograd and PyTorch's dispatcher record."""
+    """Return the state of the process that decides which operators autograd and PyTorch's dispatcher
+    record."""
     kinds = torch._C._autocast_supported_devices()
     autocast = [[k, str(torch.get_autocast_dtype(k))] for k in kinds if torch.is_autocast_enabled(k)]
     attention = torch.backends.cuda
@@ -167,12 +170,12 @@ def _gpus() -> list[str]:
 
 @functools.cache
 def source_digest() -> str:
-    """A hash of this package's source, and of the versions of Python, PyTorch and Triton."""
+    """Return a hash of this package's source and tables, and the versions of Python, PyTorch and Triton."""
     root = Path(__file__).parent.parent
     digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         digest.update(importlib.metadata.version("triton").encode())
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted((*root.rglob("*.py"), *root.rglob("*.csv"))):
         digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
@@ -183,7 +186,7 @@ _SETTINGS = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering":
 
 
 def has_entry(key: str) -> bool:
-    """Whether autograd's cache has anything under a key; it may be found damaged when it is read."""
+    """True if autograd's cache has an entry under a key, which may turn out to be damaged when it is read."""
     folder = Path(_folder_of(AOTAutogradCache, f"{_PREFIX}{key}"))
     try:
         return any(folder.iterdir())
@@ -193,9 +196,9 @@ def has_entry(key: str) -> bool:
 
 @contextlib.contextmanager
 def cached(key: str, read: Read) -> Generator[None]:
-    """While it is entered, AOTAutograd looks for a graph under `key`, and keeps what it makes of one.
+    """Let AOTAutograd look for a graph under `key` and keep what it makes of one, while entered.
 
-    read: compiles a graph that was found. A new backward is handed to its compiler at once.
+    read: compiles a stored graph. A new backward is handed to its compiler at once.
     """
 
     def named(*_: Any, **__: Any) -> tuple[str, list[str]]:
@@ -213,7 +216,8 @@ def cached(key: str, read: Read) -> Generator[None]:
 
 
 def _serialized(gm: fx.GraphModule) -> Any:
-    """PyTorch's own copy of a backward, for compiled autograd; None of one with a loop over chunks."""
+    """Return PyTorch's own copy of a backward, for compiled autograd, or None for one with a loop over
+    chunks."""
     try:
         return serialize_graph_module(gm)
     except ObjNotFoundError:
@@ -225,9 +229,9 @@ _checking = threading.Lock()
 
 
 def _whole_folder(cls: type[Any], key: str) -> str:
-    """The folder of a key's entries, those removed that are not what their names say.
+    """Return the folder of a key's entries, after removing those whose content does not match their name.
 
-    Raises PermissionError where it belongs to another user: what is read there is unpickled.
+    Raises PermissionError if it belongs to another user, because its entries are unpickled.
     """
     folder = Path(_folder_of(cls, key))
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""Repeated blocks are traced once: AOTAutograd's trace of one is copied for the others.
+"""Trace repeated blocks once: AOTAutograd's trace of one is copied for the others.
 
 A block is one call in the graph that AOTAutograd gets. While it traces forward and backward, the first
 block of a kind runs as it would without; in the place of a later one its nodes are copied, behind an autograd
@@ -35,17 +35,18 @@ _APART = 1 << 32  # between the numbers that autograd gives to the operators of 
 
 
 class UnlikeError(Exception):
-    """The trace of a block cannot be copied for another one."""
+    """The trace of a block cannot be copied for another block."""
 
 
 def with_blocks(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm`, a pre-autograd graph, with each repeated block as one call; itself where there are none."""
-    found = repeats(gm.graph)
-    if not found:
+    """Return `gm`, a pre-autograd graph, with each repeated block as one call, or `gm` itself if none
+    repeats."""
+    repeated = repeats(gm.graph)
+    if not repeated:
         return gm
-    made, nodes = copied(gm)
-    graph = made.graph
-    for repeat in found:
+    copy, nodes = copied(gm)
+    graph = copy.graph
+    for repeat in repeated:
         once = _Once(repeat)
         for k, block in enumerate(repeat.blocks):
             old = [nodes[n] for n in block]
@@ -57,11 +58,11 @@ def with_blocks(gm: fx.GraphModule) -> fx.GraphModule:
                 old[position].replace_all_uses_with(nodes[block[position]])
             for node in reversed(old):
                 graph.erase_node(node)
-    return made
+    return copy
 
 
 class _Block:
-    """What stands in the graph for the stretch `index` of a repeat."""
+    """A call of this object stands in the graph for the stretch `index` of a repeat."""
 
     __name__ = "block"
 
@@ -74,15 +75,15 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The nodes of a trace, in order, between what was given to it and what it gives; None: nothing."""
+    """A trace has nodes in order, between its inputs and its results. None stands for an absent tensor."""
 
-    given: Sequence[fx.Node | None]
+    inputs: Sequence[fx.Node | None]
     nodes: Sequence[fx.Node]
     results: Sequence[fx.Node | None]
 
 
 class _Once:
-    """The blocks of one repeat while they are traced."""
+    """An object of this class holds the blocks of one repeat while they are traced."""
 
     def __init__(self, repeat: Repeat) -> None:
         self._repeat = repeat
@@ -122,7 +123,8 @@ class _Once:
         return list(_Border.apply(self.begin_backward, *results))  # type: ignore[arg-type]
 
     def _run(self, k: int, arguments: Sequence[Any]) -> list[Any]:
-        """As an Interpreter does, which tells the trace where nodes come from."""
+        """Run block `k` as an Interpreter does, which notes in the trace where nodes come from; return its
+        results."""
         values = dict(zip(self._repeat.inputs[k], arguments, strict=True))
 
         def value_of(node: fx.Node) -> Any:
@@ -139,20 +141,20 @@ class _Once:
             return self._run(k, arguments), _Trace((), (), ())
         before = self._end()
         results = self._run(k, arguments)
-        given, made = map(self._node, arguments), map(self._node, results)
-        return results, _Trace([*given], self._since(before), [*made])
+        inputs, outputs = map(self._node, arguments), map(self._node, results)
+        return results, _Trace([*inputs], self._since(before), [*outputs])
 
     def _end(self) -> fx.Node:
         return next(iter(reversed(self._tracer.graph.nodes)))
 
     def _since(self, node: fx.Node) -> list[fx.Node]:
-        found: list[fx.Node] = []
+        nodes: list[fx.Node] = []
         while (node := node.next).op != "root":
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def _node(self, value: Tensor | None) -> fx.Node | None:
-        """Of which a functional tensor is the value."""
+        """Return the node whose value is a functional tensor."""
         if value is None:
             return None
         slot = get_proxy_slot(from_fun(value), self._tracer, None)  # type: ignore[call-overload]
@@ -163,21 +165,21 @@ class _Once:
     # -- copying -----------------------------------------------------------------------------------
 
     def copy_forward(self, k: int, arguments: Sequence[Any]) -> tuple[list[Any], dict[fx.Node, fx.Node]]:
-        """The results of block `k`, and its nodes by those that were copied; none outside of a trace."""
+        """Return the results of block `k`, and {original: copy} of its nodes, empty outside of a trace."""
         assert self._forward is not None
         if self._tracer is None:
             values = _Values({})
             with _outside():
-                made = [values.like(result) for result, _ in self.results]
-            return [to_fun(value) for value in made], {}
-        nodes = _pairs(self._forward.given, map(self._node, arguments))
+                copies = [values.like(result) for result, _ in self.results]
+            return [to_fun(value) for value in copies], {}
+        nodes = _pairs(self._forward.inputs, map(self._node, arguments))
         self._copy(self._forward.nodes, nodes, k, lambda number: number + (k + 1) * _APART)
         return [self._value(nodes[r]) for r in self._forward.results if r is not None], nodes
 
     def copy_backward(
         self, k: int, nodes: dict[fx.Node, fx.Node], tangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The gradients of what block `k` reads; nodes: as of `copy_forward`."""
+        """Return the gradients of what block `k` reads. nodes: those that `copy_forward` returned."""
         forward, second, backward = self._forward, self._second, self._backward
         if forward is None or second is None or backward is None:
             raise UnlikeError("no backward was traced that could be copied")
@@ -185,14 +187,14 @@ class _Once:
             raise UnlikeError("gradients of blocks are laid out in different ways")
         if [*map(_target, forward.nodes)] != [*map(_target, second.nodes)]:
             raise UnlikeError("blocks were traced in different ways")
-        same = _pairs((*second.given, *second.nodes), (*forward.given, *forward.nodes))
-        known = _pairs(same, map(nodes.__getitem__, same.values()))
-        known = _pairs((*known, *backward.given), (*known.values(), *map(self._node, tangents)))
+        same = _pairs((*second.inputs, *second.nodes), (*forward.inputs, *forward.nodes))
+        copies = _pairs(same, map(nodes.__getitem__, same.values()))
+        copies = _pairs((*copies, *backward.inputs), (*copies.values(), *map(self._node, tangents)))
         numbers: dict[Any, Any] = {s.meta.get("seq_nr"): nodes[f].meta.get("seq_nr") for s, f in same.items()}
-        self._copy(backward.nodes, known, k, lambda number: numbers.get(number, number))
-        given = {None: None} | dict(zip(backward.given, tangents, strict=True))
-        results = ((r, None if r is None else known[r]) for r in backward.results)
-        return [given[r] if r in given or new is None else self._value(new) for r, new in results]
+        self._copy(backward.nodes, copies, k, lambda number: numbers.get(number, number))
+        values = {None: None} | dict(zip(backward.inputs, tangents, strict=True))
+        results = ((r, None if r is None else copies[r]) for r in backward.results)
+        return [values[r] if r in values or new is None else self._value(new) for r, new in results]
 
     def _copy(
         self,
@@ -201,7 +203,7 @@ class _Once:
         k: int,
         numbered: Callable[[int], int],
     ) -> None:
-        """Adds copies, of block `k`, to the trace and to `nodes`, which has those that they read."""
+        """Add copies for block `k` to the trace and to `nodes`, which has the nodes that they read."""
         graph = self._tracer.graph
         values = _Values(nodes)
         with _outside():
@@ -215,17 +217,17 @@ class _Once:
                 new.meta["val"] = tree_map_only(Tensor, values.like, node.meta.get("val"))
 
     def _origin(self, node: fx.Node, k: int) -> dict[str, Any]:
-        """What tells of a forward node where it comes from, for block `k`."""
+        """Return the metadata of block `k` that says where a copy of a forward node comes from."""
         source = next(iter(node.meta.get("from_node") or ()), None)
         place = None if source is None else self._place.get(source.name)
         if place is None:
             return {}
         model = self._repeat.blocks[k][place]
-        own = {key: model.meta[key] for key in ORIGIN if key in node.meta and key in model.meta}
-        return own | {"from_node": [NodeSource(model, _PASS, NodeSourceAction.CREATE)]}
+        meta = {key: model.meta[key] for key in ORIGIN if key in node.meta and key in model.meta}
+        return meta | {"from_node": [NodeSource(model, _PASS, NodeSourceAction.CREATE)]}
 
     def _value(self, node: fx.Node) -> Any:
-        """The functional tensor of a copied node."""
+        """Return the functional tensor of a copied node."""
         value = node.meta["val"]
         track_tensor_tree(value, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
         return to_fun(value)
@@ -237,13 +239,13 @@ class _Once:
         self._opened = self._end(), [*map(self._node, tangents)]
 
     def end_backward(self, gradients: Sequence[Tensor | None]) -> None:
-        before, given = self._opened
+        before, inputs = self._opened
         results = [*map(self._node, gradients)]
-        self._backward = _Trace(given, self._since(before), results)
+        self._backward = _Trace(inputs, self._since(before), results)
 
 
 class _Values:
-    """FakeTensors of copies, which share memory as those of the originals do."""
+    """FakeTensors of copies share memory as those of the originals do."""
 
     def __init__(self, nodes: Mapping[fx.Node, fx.Node]) -> None:
         self._memory: dict[int, Tensor] = {}
@@ -263,26 +265,26 @@ class _Values:
         if memory.dtype != value.dtype:
             raise UnlikeError("memory is read as another dtype")
         with value.fake_mode if isinstance(memory, FakeTensor) else nullcontext():
-            made = memory.as_strided(*layout, value.storage_offset())
-        return made if isinstance(made, FakeTensor) else FakeTensor(value.fake_mode, made, value.device)
+            view = memory.as_strided(*layout, value.storage_offset())
+        return view if isinstance(view, FakeTensor) else FakeTensor(value.fake_mode, view, value.device)
 
 
 class _Border(torch.autograd.Function):
-    """Values as they are; tells of their gradients."""
+    """Return the values unchanged, and pass their gradients to `take`."""
 
     @staticmethod
-    def forward(ctx: Any, told: Callable[[Sequence[Tensor | None]], None], *values: Any) -> tuple[Any, ...]:
-        ctx.told = told
+    def forward(ctx: Any, take: Callable[[Sequence[Tensor | None]], None], *values: Any) -> tuple[Any, ...]:
+        ctx.take = take
         return _marked(ctx, [to_fun(from_fun(v)) for v in values], [v.requires_grad for v in values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        ctx.told(gradients)
+        ctx.take(gradients)
         return None, *gradients
 
 
 class _Copy(torch.autograd.Function):
-    """A block in whose place, forward and backward, the trace of another one is copied."""
+    """Copy the trace of another block, forward and backward, in the place of a block."""
 
     @staticmethod
     def forward(ctx: Any, once: _Once, k: int, *arguments: Any) -> tuple[Any, ...]:
@@ -304,29 +306,27 @@ def _marked(ctx: Any, values: Sequence[Any], differentiable: Sequence[bool]) -> 
 
 @contextmanager
 def _outside() -> Generator[None]:
-    """No mode that traces is active."""
+    """Disable every mode that traces, while entered."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-def _pairs(
-    nodes: Iterable[fx.Node | None], others: Iterable[fx.Node | None]
-) -> dict[fx.Node, fx.Node]:
-    """The second of each pair by the first. Raises UnlikeError where there are two for one."""
-    found: dict[fx.Node, fx.Node] = {}
+def _pairs(nodes: Iterable[fx.Node | None], others: Iterable[fx.Node | None]) -> dict[fx.Node, fx.Node]:
+    """Return {node: other} of the pairs. Raise UnlikeError if a node has two different partners."""
+    pairs: dict[fx.Node, fx.Node] = {}
     for node, other in zip(nodes, others, strict=True):
         if node is None and other is None:
             continue
-        if node is None or other is None or found.setdefault(node, other) is not other:
+        if node is None or other is None or pairs.setdefault(node, other) is not other:
             raise UnlikeError("blocks are connected in different ways")
-    return found
+    return pairs
 
 
 def _target(node: fx.Node) -> Any:
-    """What a node calls; constants have names of their own."""
+    """Return what a node calls. Constants have names of their own, which do not count."""
     return node.op if node.op == "get_attr" else node.target
 
 
 def _about(value: Tensor | None) -> object:
-    """What a trace depends on of a tensor."""
+    """Return the properties of a tensor on which a trace depends."""
     return None if value is None else (look(value), value.requires_grad)

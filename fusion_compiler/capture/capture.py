@@ -1,4 +1,4 @@
-"""Capture: a TorchDynamo backend that hands out functional ATen graphs, forward and backward.
+"""Capture with a TorchDynamo backend that hands out functional ATen graphs, forward and backward.
 
     Dynamo graph -> pre-autograd ATen graph -> rewrites -> AOTAutograd -> compile_graph, once per graph
 
@@ -73,7 +73,7 @@ CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[...
 
 
 class Backend(Protocol):
-    """The function that TorchDynamo calls with each graph.
+    """A backend is the function that TorchDynamo calls with each graph.
 
     traced: True if the graph is in its pre-autograd form already.
     """
@@ -84,7 +84,7 @@ class Backend(Protocol):
 
 
 def raising(name: str, error: Exception) -> None:
-    """A `give_up` that raises: no graph runs uncompiled after an error."""
+    """Raise `error`. As a `give_up`, this lets no graph run uncompiled after an error."""
     del name
     raise error
 
@@ -102,7 +102,7 @@ def make_backend(
     stages: Stages | None = None,
     meanwhile: Callable[[], bool] = lambda: False,
 ) -> Backend:
-    """A backend for `torch.compile(model, backend=...)`.
+    """Return a backend for `torch.compile(model, backend=...)`.
 
     compile_graph(gm, inputs, info): gm is functional ATen; inputs are FakeTensors, SymInts or
         ints, one per placeholder. It returns a callable that takes one argument per placeholder
@@ -157,10 +157,10 @@ def make_backend(
         compilers: _Compilers, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
     ) -> Callable[..., Any]:
         key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
-        known = kept.get(key) if key is not None else None
-        if known is not None and autograd_cache.has_entry(known.autograd):
+        recorded = kept.get(key) if key is not None else None
+        if recorded is not None and autograd_cache.has_entry(recorded.autograd):
             try:
-                return compilers.compile(gm, inputs, known.notes, decompositions(), known.autograd)
+                return compilers.compile(gm, inputs, recorded.notes, decompositions(), recorded.autograd)
             except _AbsentError:
                 pass
         with stages.of("rewrites"):
@@ -198,11 +198,11 @@ def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str |
 
 
 class _AbsentError(Exception):
-    """Autograd's cache does not have, or cannot read, what it has an entry of."""
+    """Autograd's cache lacks a graph, or cannot read it, although it has an entry of it."""
 
 
 class _Compilers:
-    """The compilers that AOTAutograd calls for one Dynamo graph.
+    """An object of this class has the compilers that AOTAutograd calls for one Dynamo graph.
 
     reached: whether compile_graph was called, so that an error may be its own.
     started: whether the compiled forward was called.
@@ -244,8 +244,8 @@ class _Compilers:
         decompositions: Mapping[Any, Callable[..., Any]],
         key: str | None = None,
     ) -> Callable[..., Any]:
-        """`gm` behind AOTAutograd. key: autograd's graphs are kept under it, of another form of `gm` which is
-        not there; raises _AbsentError where they are not found after all."""
+        """Return `gm` behind AOTAutograd. key: the key of autograd's graphs on disk, which stem from another
+        form of `gm`; raise _AbsentError if they are not there after all."""
         self._separable, self._bare, self._joint_notes = False, None, ()
         self._origins = tuple(origins_of(gm.graph).values())
         # Asked here: while a graph is compiled other modes may be set. Dynamo guards both.
@@ -308,14 +308,14 @@ class _Compilers:
         self._joint_notes = (*self._joint_notes, note)
 
     def _stage(self, phase: Phase) -> Callable[..., Any]:
-        made: list[Callable[..., Any]] = []
+        compiled: list[Callable[..., Any]] = []
 
         def once(graph: fx.GraphModule, fakes: Sequence[Any]) -> Callable[..., Any]:
             # A backward may be compiled when it is first called, which several threads may do at once.
             with compile_lock:
-                if not made:
-                    made.append(self._made(graph, fakes, phase))
-                return made[0]
+                if not compiled:
+                    compiled.append(self._made(graph, fakes, phase))
+                return compiled[0]
 
         return once
 
@@ -342,11 +342,11 @@ class _Compilers:
             info = replace(info, donated=_donated(graph, self._donated))
         if self.key is None:
             return self._staged(graph, fakes, info, bare)
-        known = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
-        known |= {"donated": info.donated, "bare": bare, "separable": self._separable}
-        known |= {"effects": self._has_effects}
-        known |= {"notes": record.write(self._joint_notes)}
-        text = stored(graph, known) if (reason := _unkept()) is None else StoredGraph("", reason)
+        facts = {"phase": phase, "static": info.static_inputs, "outputs": info.outputs, "owned": info.owned}
+        facts |= {"donated": info.donated, "bare": bare, "separable": self._separable}
+        facts |= {"effects": self._has_effects}
+        facts |= {"notes": record.write(self._joint_notes)}
+        text = stored(graph, facts) if (reason := _unkept()) is None else StoredGraph("", reason)
         if text.reason:
             self._tell(f"not kept on disk: {text.reason}")
         text.run = self._staged(graph, fakes, replace(info, digest=text.digest), bare)
@@ -367,8 +367,9 @@ class _Compilers:
         return self._staged(graph, fakes, info, text["bare"])
 
     def _staged(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo, bare: bool) -> Boxed:
-        """Compiles a graph. A backward that may be kept, or depends on which gradients arrive, is compiled
-        when it is first called; or at once, if the forward's kernels are being compiled meanwhile."""
+        """Compile a graph, and return a boxed function. A backward that may be kept, or depends on which
+        gradients arrive, is compiled when it is first called; or at once, if the forward's kernels are being
+        compiled meanwhile."""
         self.reached = True
         origins = _named(graph, info.phase, self._origins)
         info = replace(info, origins=origins, rewrites=(*self._notes, *self._joint_notes))
@@ -414,13 +415,13 @@ _LOGGED = {"_log_inference_graph": None, "_log_joint_graph": None, "_log_fw_bw_g
 
 
 def _unprinted() -> AbstractContextManager[Any]:
-    """AOTAutograd prints its graphs for logs, and keeps the text beside them on disk: while this is entered
-    it does so only where somebody reads them."""
+    """Return a context in which AOTAutograd prints its graphs only if somebody reads its logs. It would also
+    keep the text beside the graphs on disk."""
     logs = (graph_compile.aot_joint_log, graph_compile.aot_graphs_log)
     if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
         return nullcontext()
-    known: dict[str, Any] = {n: _always(text) for n, text in _LOGGED.items() if hasattr(graph_compile, n)}
-    return patch.multiple(graph_compile, **known) if known else nullcontext()
+    patches: dict[str, Any] = {n: _always(text) for n, text in _LOGGED.items() if hasattr(graph_compile, n)}
+    return patch.multiple(graph_compile, **patches) if patches else nullcontext()
 
 
 def _always(result: Any) -> Callable[..., Any]:
@@ -428,7 +429,8 @@ def _always(result: Any) -> Callable[..., Any]:
 
 
 def _named(graph: fx.GraphModule, phase: Phase, origins: Sequence[Origin]) -> dict[str, Origin]:
-    """Origins by the placeholders of AOTAutograd's graph, which numbers its arguments as Dynamo's are."""
+    """Return the origins by the placeholders of AOTAutograd's graph, whose arguments are numbered as Dynamo's
+    are."""
     names = list(map(argument_name, range(len(origins))))
     if phase is Phase.INFERENCE:
         names = [node.name for node in graph.graph.find_nodes(op="placeholder")]
@@ -440,7 +442,7 @@ def _wants_gradient(value: object) -> bool:
 
 
 def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
-    """Whether AOTAutograd's wrapper hands an inference graph's arguments and results on as they are.
+    """True if AOTAutograd's wrapper passes an inference graph's arguments and results on unchanged.
 
     inputs: of the Dynamo graph, called where neither autograd nor autocast has a part in what runs.
     fakes: of the graph that is compiled.
@@ -464,7 +466,8 @@ def _passed_on(inputs: Sequence[Any], fakes: Sequence[Any]) -> bool:
 
 
 def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that takes one list; on other callables AOTAutograd's wrappers lose `_boxed_call`."""
+    """Return a plain function that takes one list. Of other callables AOTAutograd's wrappers lose
+    `_boxed_call`."""
     if not isinstance(compiled, Backward) and not getattr(compiled, "_boxed_call", False):
         return make_boxed_func(compiled)
 
@@ -488,7 +491,7 @@ def _boxed_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes its arguments one by one."""
+    """Return a function that takes its arguments one by one."""
     if getattr(compiled, "_boxed_call", False):
         return lambda *args: compiled([*args])
     return compiled
@@ -497,7 +500,8 @@ def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def rewrite(
     gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite], *, traced: bool = False
 ) -> tuple[fx.GraphModule, Notes]:
-    """The pre-autograd form of `gm` (itself, where it is `traced`) after `rewrites`, or `gm` and a note."""
+    """Return the pre-autograd form of `gm` (or `gm`, if it is `traced`) after `rewrites`, or `gm` and a
+    note."""
     if not rewrites:
         return gm, ()
     try:
@@ -525,18 +529,18 @@ def _shown() -> dict[int, int]:
         return {}
     if any(isinstance(m, SubclassCreationMeta) for m in metadata.subclass_inp_meta):
         return {}
-    told = enumerate(metadata.output_info, metadata.num_mutated_inp_runtime_indices)
-    return {i: info.base_idx for i, info in told if info.output_type is OutputType.alias_of_input}
+    infos = enumerate(metadata.output_info, metadata.num_mutated_inp_runtime_indices)
+    return {i: info.base_idx for i, info in infos if info.output_type is OutputType.alias_of_input}
 
 
 def _unkept() -> str | None:
-    """Why what AOTAutograd knows of a graph cannot be read again; None where it can.
+    """Return why AOTAutograd's metadata of a graph cannot be read again from disk, or None if it can.
 
     The sizes of these views are written from memory that was given back (pytorch#185861 mends that).
     """
     metadata = _metadata()
-    told = [] if metadata is None else [info.view_meta_sequence for info in metadata.output_info]
-    views = [type(view).__name__ for found in told if found is not None for view in found.sequence]
+    sequences = [] if metadata is None else [info.view_meta_sequence for info in metadata.output_info]
+    views = [type(view).__name__ for steps in sequences if steps is not None for view in steps.sequence]
     lost = next((v for v in views if v in ("_unsafe_view_ViewMeta", "resize__ViewMeta")), None)
     return None if lost is None else f"PyTorch does not keep the sizes of {lost.removesuffix('_ViewMeta')}"
 
@@ -561,9 +565,10 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> Graph
 
 
 def _taken_donations() -> frozenset[int]:
-    """The positions of the backward's arguments that are the forward's own, which nobody else can see.
+    """Take from AOTAutograd, and return, the positions of the backward's arguments that only the graph holds.
 
-    AOTAutograd forgets them: it would refuse to go through a graph that is kept (`runtime.retained`).
+    AOTAutograd must forget them, because it would refuse to run through a retained graph again
+    (`runtime.retained`).
     """
     metadata = _metadata()
     if metadata is None:
@@ -573,9 +578,10 @@ def _taken_donations() -> frozenset[int]:
 
 
 def _donated(graph: fx.GraphModule, positions: Collection[int]) -> tuple[str, ...]:
-    """The arguments at these positions of a backward graph that share memory with no other of them."""
+    """Return which of the arguments at these positions of a backward graph share memory with no other
+    argument."""
     nodes = graph.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in nodes]
     storages = [v.untyped_storage()._cdata if isinstance(v, torch.Tensor) else None for v in values]
-    own = (i for i in sorted(positions) if storages[i] is not None and storages.count(storages[i]) == 1)
-    return tuple(nodes[i].name for i in own)
+    unshared = (i for i in sorted(positions) if storages[i] is not None and storages.count(storages[i]) == 1)
+    return tuple(nodes[i].name for i in unshared)

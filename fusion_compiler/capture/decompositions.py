@@ -1,4 +1,4 @@
-"""Composite operators written in rows of the operator table, for AOTAutograd.
+"""Write composite operators in rows of the operator table, for AOTAutograd.
 
 Start: PyTorch's core ATen decompositions, less the operators that have a row of their own and
 the contractions, which stay whole. The functions here replace those that are missing there, that
@@ -77,10 +77,10 @@ _BORROWED = (
 
 
 def decomposition_table() -> dict[OpOverload, Callable[..., Any]]:
-    """ATen overload -> its decomposition, for the `decompositions` argument of AOTAutograd.
+    """Return ATen overload -> its decomposition, for the `decompositions` argument of AOTAutograd.
 
-    A new table for each capture: every random operator traced with one table gets a salt of
-    its own, so that two dropouts differ even where a later pass merges their seeds.
+    Each capture needs a new table: every random operator that is traced with a table gets another salt, so
+    that two dropouts differ even where a later pass merges their seeds.
     """
     return _shared() | _random(itertools.count())
 
@@ -90,10 +90,10 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
     """Return the part that all tables share. Composite operators come apart above it, without a table."""
     table: dict[Any, Callable[..., Any]] = dict(_core_aten_decompositions_post_autograd())
     table.update(get_decompositions(_BORROWED))
-    whole = (*_WHOLE, *eager_decompositions.WHOLE)
+    unchanged = (*_WHOLE, *eager_decompositions.WHOLE)
     for target in list(table):
         spec = spec_of(target)
-        if target in whole or (spec is not None and spec.kind is not Kind.LAYOUT):
+        if target in unchanged or (spec is not None and spec.kind is not Kind.LAYOUT):
             del table[target]
     ours = _OURS | image_decompositions.TABLE | max_pool.FORMULAS | eager_decompositions.TABLE
     table |= {target: _for_real(function) for target, function in ours.items()}
@@ -104,7 +104,7 @@ def _shared() -> dict[OpOverload, Callable[..., Any]]:
 
 
 def _for_real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave complex tensors alone: no kernel holds them."""
+    """Return the function, which leaves complex tensors whole because no kernel holds them."""
 
     def decomposition(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, Tensor) and arg.is_complex() for arg in args):
@@ -119,7 +119,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _axes(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
-    """Dimensions to reduce, non-negative and in order; none given means all."""
+    """Return the dimensions to reduce, non-negative and in order. No dimensions mean all of them."""
     if dims is None or (isinstance(dims, Sequence) and not dims):
         return list(range(x.ndim))
     listed = [dims] if isinstance(dims, int) else list(dims)
@@ -139,7 +139,7 @@ def _zero(like: Tensor) -> Tensor:
 
 
 def _coordinates(size: int, dim: int, like: Tensor) -> Tensor:
-    """0 .. size - 1 along `dim`, to be broadcast against `like`."""
+    """Return 0 .. size - 1 along `dim`, to be broadcast against `like`."""
     return torch.arange(size, device=like.device).view([-1 if d == dim else 1 for d in range(like.ndim)])
 
 
@@ -171,12 +171,13 @@ def _var_mean(
 
 
 def _near_mean(x: Tensor, dims: Sequence[int]) -> Tensor | None:
-    """The mean of one in `SAMPLE` rows, for a large tensor whose columns are reduced; else None.
+    """Return the mean of one in `SAMPLE` rows for a large tensor whose columns are reduced, or None for any
+    other.
 
-    A row's programs hold it until its mean is known; of columns all are read before, and a second time for
-    the variance. Taken from a value near the mean both sums are made at once: the square of its distance,
-    at most SAMPLE - 1 variances for the mean of such a part, is what rounding errors grow by (Chan, Golub
-    and LeVeque 1983, on shifted data).
+    Programs hold a row until its mean is known, but must read columns a second time for the variance. With a
+    value near the mean, both sums are computed in one pass. Rounding errors grow by the square of its
+    distance, which is at most SAMPLE - 1 variances for the mean of such a part (Chan, Golub and LeVeque 1983,
+    on shifted data).
     """
     kept = [d for d in range(x.ndim) if d not in dims and not statically_known_true(x.shape[d] == 1)]
     across = any(statically_known_true(x.stride(d) == 1) for d in kept)
@@ -265,24 +266,24 @@ def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool =
 
 def _one_in_each_row(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
     """Return True where `index` points, or None unless it names one position along dim for each row of x."""
-    whole = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
+    sizes = [1 if d == dim % max(x.ndim, 1) else size for d, size in enumerate(x.shape)]
     if not x.ndim or index.ndim != x.ndim:
         return None
-    if not all(statically_known_true(a == b) for a, b in zip(index.shape, whole, strict=True)):
+    if not all(statically_known_true(a == b) for a, b in zip(index.shape, sizes, strict=True)):
         return None
     return _coordinates(x.shape[dim], dim % x.ndim, x) == _looked_up(index, dim % x.ndim, x.shape[dim])
 
 
 def _looked_up(index: Tensor, dim: int, size: int) -> Tensor:
-    """index, looked up along `dim` among 0 .. size - 1, which raises an error where it is outside."""
+    """Return index, looked up along `dim` among 0 .. size - 1, which raises an error where it is outside."""
     shape = [size if d == dim else n for d, n in enumerate(index.shape)]
     return torch.gather(_coordinates(size, dim, index).expand(shape), dim, index)
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor | float) -> Any:
-    """Element-wise where each row gets one value: the gradient of max, one-hot, a target's probability.
+    """Scatter element-wise if each row gets one value: the gradient of max, one-hot, a target's probability.
 
-    Eager's result is in row order, whatever that of the operands.
+    The result is in row order as in eager, whatever the order of the operands.
     """
     if isinstance(src, Tensor) and (gradient := _gradient_of_topk(x, dim, index, src)) is not None:
         return gradient
@@ -321,7 +322,8 @@ def _scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
 
 
 def _product(x: Tensor, y: Tensor) -> Any:
-    """[.., m, k] times [.., k, n]: of k = 1, as of frequencies and positions, it is element-wise."""
+    """Multiply [.., m, k] by [.., k, n]. With k = 1, as for frequencies and positions, this is
+    element-wise."""
     if statically_known_true(x.shape[-1] == 1):
         return (x * y).contiguous()
     if any(statically_known_true(n <= FEW_ROWS) for n in (x.shape[-2], y.shape[-1])):
@@ -333,11 +335,12 @@ def _product(x: Tensor, y: Tensor) -> Any:
 
 
 def _in_lines(x: Tensor) -> Tensor:
-    """Matrices along one of whose dimensions elements follow each other, which is what a library multiplies.
+    """Return matrices whose elements follow each other along one of their dimensions, as a library needs
+    them.
 
-    Others, as in an einsum over all but the last dimension, PyTorch copies itself before the product, slowly.
-    Here the copy is the order in which a cluster stores. It is that of the larger stride first, so that a
-    matrix and its transpose have one.
+    PyTorch copies other matrices, as in an einsum over all but the last dimension, slowly before the product.
+    Here a cluster stores in the copy's order. The larger stride comes first, so that a matrix and its
+    transpose have one copy.
     """
     row, column = x.stride()[-2:]
     if not all(statically_known_true(n > 1) for n in (row, column, *x.shape[-2:])):
@@ -348,13 +351,14 @@ def _in_lines(x: Tensor) -> Tensor:
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """PyTorch's own reads the value of a 0-d index while tracing, which a FakeTensor does not have."""
+    """Look up by a 1-d index. PyTorch's own decomposition reads the value of a 0-d index while tracing, which
+    a FakeTensor does not have."""
     return aten.index.Tensor(x.reshape(-1), [index])
 
 
 def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
-    """PyTorch's binary search. A 0-d tensor is searched as one of one element: PyTorch's code would read the
-    values of boundaries for it, which a FakeTensor does not have."""
+    """Search as PyTorch does. A 0-d tensor is searched as a tensor of one element, because PyTorch's code
+    would read the values of boundaries for it, which a FakeTensor does not have."""
     if statically_known_true(boundaries.shape[0] == 0):
         return torch.zeros_like(x, dtype=torch.int32 if out_int32 else torch.int64)
     listed = x if x.ndim else x.view(1)
@@ -365,7 +369,7 @@ def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right:
 
 
 def _normalized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) * rstd over dims, mean and rstd (both with dims kept), of a wide x."""
+    """Return (x - mean) * rstd over dims, mean and rstd (both with dims kept), of a wide x."""
     count = _count(x, dims)
     mean = _sum(x, dims, True) / count
     centred = x - mean
@@ -374,7 +378,7 @@ def _normalized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Ten
 
 
 def _normalized_backward(grad: Tensor, unit: Tensor, rstd: Tensor, dims: Sequence[int]) -> Tensor:
-    """The gradient of x, given that of unit = (x - mean) * rstd."""
+    """Return the gradient of x, given the gradient of unit = (x - mean) * rstd."""
     count = _count(unit, dims)
     mean_grad = _sum(grad, dims, True) / count
     mean_product = _sum(grad * unit, dims, True) / count
@@ -387,7 +391,7 @@ def _affine(unit: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Eager's, for what a norm of channels returns of its rows, and for layer norm on a CPU."""
+    """Return eager's dtype for what a norm of channels returns of its rows, and for layer norm on a CPU."""
     return x.dtype if weight is None else weight.dtype
 
 
@@ -490,12 +494,13 @@ def _group_norm_as_it_lies_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     sizes = group_norm.sizes(x)
-    found = _group_norm_backward(grad, x, mean, rstd, weight, *sizes, groups, output_mask)
-    return tuple(x.new_empty(0) if t is None else t for t in found)
+    gradients = _group_norm_backward(grad, x, mean, rstd, weight, *sizes, groups, output_mask)
+    return tuple(x.new_empty(0) if t is None else t for t in gradients)
 
 
 def _group_shape(x: Tensor, groups: int) -> tuple[int, ...]:
-    """In which x [n, c, ...] is a view with a group's values last: one dimension where they lie together."""
+    """Return the shape in which x [n, c, ...] is a view with a group's values last: in one dimension if they
+    lie together."""
     if x.is_contiguous():
         return x.shape[0], groups, x.shape[1] // groups * math.prod(x.shape[2:])
     return x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]
@@ -566,7 +571,8 @@ def _log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torc
 def _nll_loss_forward(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """x: [N, C, ...] or [C]; target: the same without C. reduction: 0 none, 1 mean, 2 sum."""
+    """Return the loss and its total weight. x: [N, C, ...] or [C]; target: the same without C. reduction: 0
+    none, 1 mean, 2 sum."""
     dim = 0 if x.ndim < 2 else 1
     counts = target != ignore_index
     safe = torch.where(counts, target, _zero(target))
@@ -613,7 +619,8 @@ def _normal_cdf(wide: Tensor) -> Tensor:
 
 
 def _gelu_argument(wide: Tensor) -> Tensor:
-    """2u of the approximation (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel where x is negative."""
+    """Return 2u of the approximation (1 + tanh(u)) / 2 = sigmoid(2u), which does not cancel where x is
+    negative."""
     return wide * (2 * _GELU_SCALE + 2 * _GELU_SCALE * _GELU_CUBE * (wide * wide))
 
 
@@ -656,16 +663,16 @@ def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reductio
 def _elu_backward(
     grad: Tensor, alpha: float, scale: float, input_scale: float, is_result: bool, value: Tensor
 ) -> Tensor:
-    """value: the result of the forward pass or its input."""
-    wide, known = _wide(grad), _wide(value)
-    rise = known + alpha * scale if is_result else alpha * scale * torch.exp(known * input_scale)
-    return torch.where(known > 0, wide * scale, wide * input_scale * rise).to(grad.dtype)
+    """Return the gradient of elu. value: the result of the forward pass or its input."""
+    wide, wide_value = _wide(grad), _wide(value)
+    rise = wide_value + alpha * scale if is_result else alpha * scale * torch.exp(wide_value * input_scale)
+    return torch.where(wide_value > 0, wide * scale, wide * input_scale * rise).to(grad.dtype)
 
 
 def _hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:
-    wide, known = _wide(grad), _wide(x)
-    inner = wide * (known / 3 + 0.5)
-    return torch.where(known <= -3, _zero(wide), torch.where(known >= 3, wide, inner)).to(grad.dtype)
+    wide, wide_x = _wide(grad), _wide(x)
+    inner = wide * (wide_x / 3 + 0.5)
+    return torch.where(wide_x <= -3, _zero(wide), torch.where(wide_x >= 3, wide, inner)).to(grad.dtype)
 
 
 def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:
@@ -676,7 +683,7 @@ def _smooth_l1_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction:
 
 
 def _tanh_of_softplus(wide: Tensor) -> Tensor:
-    """tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which is 1 in float64 too from x = 20 on."""
+    """Return tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2), which is 1 in float64 too from x = 20 on."""
     e = torch.exp(torch.clamp_max(wide, 20))
     n = e * (e + 2)
     return n / (n + 2)
@@ -695,7 +702,7 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _add_bool(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """Sums of bools are a logical or; all other sums have a row."""
+    """Return the sum of bools, which is a logical or. All other sums have a row."""
     return torch.logical_or(x, y) if _bools(x, y) and alpha else NotImplemented
 
 
@@ -725,7 +732,7 @@ def _not_unsigned(x: Tensor) -> Any:
 
 
 def _whole_number(x: Tensor, **_: Any) -> Any:
-    """Rounding of what is whole already."""
+    """Round integers, which leaves them as they are."""
     return NotImplemented if x.is_floating_point() else x.clone()
 
 
@@ -864,7 +871,7 @@ def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor
 
 
 def _running(value: OpOverload, place: OpOverload, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """cummax and cummin as operators of one result each."""
+    """Compute cummax or cummin by two operators of one result each."""
     return value(x, dim), place(x, dim)
 
 

@@ -1,4 +1,4 @@
-"""torch.compile under settings of our own, which hold for no other compilation."""
+"""Run torch.compile under settings of our own, which hold for no other compilation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dynamo_compiled(
 
 
 class _Tracing:
-    """A callback that TorchDynamo calls with each frame to trace: `callback` under `SETTINGS`."""
+    """TorchDynamo calls this object with each frame to trace: it calls `callback` under `SETTINGS`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -67,6 +67,6 @@ def _backward_untraced() -> AbstractContextManager[Any]:
 
 
 def _untraced_backward(*args: Any, **kwargs: Any) -> Any:
-    """`Tensor.backward()` ends a graph: what it does to leaves, hooks included, is left to autograd."""
+    """End a graph at `Tensor.backward()`: what it does to leaves, hooks included, is left to autograd."""
     with config.patch(trace_autograd_ops=False):
         return _backward(*args, **kwargs)

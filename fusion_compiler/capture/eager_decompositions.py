@@ -1,4 +1,6 @@
-"""Decompositions that keep what eager checks, and how it lays out its results, where PyTorch's lose it."""
+"""Decompose operators so that eager's checks and its layout of results are kept, where PyTorch's lose
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ _channel_shuffle = _THEIRS[aten.channel_shuffle.default]
 
 
 def unless_refused(target: OpOverload, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition that leaves calls whole that eager refuses, so that ATen raises its error."""
+    """Return the decomposition, which leaves calls whole that eager refuses, so that ATen raises its
+    error."""
     if not checks_of(target):
         return function
 
@@ -49,7 +52,8 @@ def assert_probabilities(x: Tensor, name: str) -> None:
 
 
 def binary_cross_entropy(x: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    """PyTorch's, with the check that eager makes on the device: x, and on a CPU the target, is in [0, 1]."""
+    """Compute PyTorch's loss with the check that eager makes on the device: x, and on a CPU the target, is in
+    [0, 1]."""
     assert_probabilities(x, "input")
     if x.device.type == "cpu":
         assert_probabilities(target, "target")
@@ -70,7 +74,8 @@ def _into_copy(target: OpOverload, x: Tensor, *rest: Any) -> Any:
 
 
 def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
-    """x, copied unless its elements lie behind each other and its dimensions in the order of `strides`."""
+    """Return x, copied unless its elements lie behind each other and its dimensions in the order of
+    `strides`."""
     ones = [statically_known_true(size == 1) for size in x.shape]
     order = sorted(range(x.dim()), key=lambda d: (strides[d], ones[d]), reverse=True)
     if order == sorted(order):
@@ -79,7 +84,8 @@ def _laid_out(x: Tensor, strides: Sequence[Any]) -> Tensor:
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """PyTorch's, laid out as a copy of x. PyTorch 2.11's copies into uninitialised memory in place."""
+    """Fill as PyTorch does, in the layout of a copy of x. PyTorch 2.11 copies into uninitialised memory in
+    place."""
     strides = torch.empty_like(x).stride()
     if x.stride() != make_contiguous_strides_for(x.shape):  # others are restored by an eager prim
         x = x.clone(memory_format=torch.contiguous_format)
@@ -96,7 +102,7 @@ def _strides_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tupl
 
 
 def _elementwise(*tensors: Tensor) -> Tensor:
-    """A tensor that is laid out as eager lays out an element-wise result."""
+    """Return a meta tensor that is laid out as eager lays out an element-wise result."""
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     strides = compute_elementwise_output_strides(*(t.expand(shape) for t in tensors))
     return torch.empty_strided(shape, strides, device="meta")
@@ -137,7 +143,7 @@ def _laid_out_first(
 
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    """PyTorch's. Eager's keeps channels-last on a CPU."""
+    """Shuffle as PyTorch does. As in eager, the result keeps channels-last on a CPU."""
     shuffled = _channel_shuffle(x, groups)
     return shuffled.contiguous(memory_format=suggest_memory_format(x)) if x.is_cpu else shuffled
 
@@ -151,12 +157,12 @@ def max_unpool2d(x: Tensor, indices: Tensor, size: Sequence[int]) -> Any:
 
 
 def pow_of_number(base: Any, x: Tensor) -> Any:
-    """Eager's result is contiguous, whatever the layout of the exponent."""
+    """Return a contiguous result as eager does, whatever the layout of the exponent."""
     return NotImplemented if x.is_contiguous() else aten.pow.Scalar(base, x.contiguous())
 
 
 def ldexp(x: Tensor, exponent: Tensor) -> Tensor:
-    """x * 2**exponent, as eager computes it."""
+    """Return x * 2**exponent, as eager computes it."""
     return x * aten.pow.Scalar(2.0, exponent.contiguous())
 
 

@@ -1,4 +1,4 @@
-"""The methods of a module besides `forward` through which it is trained."""
+"""Find the methods of a module besides `forward` through which it is trained."""
 
 from __future__ import annotations
 

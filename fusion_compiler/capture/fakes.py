@@ -1,4 +1,4 @@
-"""FakeTensors where there must be nothing else."""
+"""Let a trace read and write nothing but FakeTensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 class FakesOnly(FakeTensorMode):
-    """A FakeTensorMode in which no tensor with data is read or written, but for literals of the code.
+    """In this FakeTensorMode no tensor with data is read or written, but for literals of the code.
 
     FakeTensorMode computes in earnest where an operator takes numbers for tensors and none of its tensors is
     fake, which is how it keeps literals' values: `x.add_(1)` of a tensor that a function holds would add.
@@ -20,10 +20,10 @@ class FakesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: tuple[Any, dict[str, Any]] = (args, kwargs or {})
+        arguments: tuple[Any, dict[str, Any]] = (args, kwargs or {})
         if func not in self.lift_fns:
-            given = pytree.tree_map_only(Tensor, self._faked, given)
-        return super().__torch_dispatch__(func, types, *given)
+            arguments = pytree.tree_map_only(Tensor, self._faked, arguments)
+        return super().__torch_dispatch__(func, types, *arguments)
 
     def _faked(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)

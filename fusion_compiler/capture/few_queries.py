@@ -1,4 +1,4 @@
-"""Attention of few queries in chunks of keys (Flash-Decoding, Dao et al., 2023).
+"""Compute attention of few queries in chunks of keys (Flash-Decoding, Dao et al., 2023).
 
     of each chunk    m = max(s),    z = sum(exp(s - m)),    o = sum(exp(s - m) v) / z,    l = m + log(z)
     of all           sum(exp(l - max(l)) o) / sum(exp(l - max(l)))
@@ -27,7 +27,8 @@ def in_chunks(
     chunk: int,
     capped: float | None,
 ) -> Tensor:
-    """`few_queries.attend`. A query all of whose keys are masked gets zeros, as from PyTorch's attention."""
+    """Compute `few_queries.attend`. The result for a query whose keys are all masked is zero, as in PyTorch's
+    attention."""
     keys = key.shape[2]
     count = (keys + chunk - 1) // chunk
     missing = isinstance(keys, torch.SymInt) or keys % chunk > 0
@@ -55,13 +56,13 @@ def in_chunks(
     part = _divided((weights * matrices(value)).sum(KEYS, keepdim=True), total, masked)
     if count == 1:
         return part[:, :, :, 0, 0].to(query.dtype)
-    _, shares, whole = _softmax(peak + total.log(), CHUNKS, masked)
-    result = _divided((shares * part).sum(CHUNKS, keepdim=True), whole, masked)
+    _, shares, total_share = _softmax(peak + total.log(), CHUNKS, masked)
+    result = _divided((shares * part).sum(CHUNKS, keepdim=True), total_share, masked)
     return result[:, :, :, 0, 0].to(query.dtype)
 
 
 def _softmax(scores: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """max(x), exp(x - max(x)) and its sum along a dimension. masked: there may be nothing but -inf."""
+    """Return max(x), exp(x - max(x)) and its sum along a dimension. masked: all values may be -inf."""
     peak = scores.amax(dim, keepdim=True)
     if masked:
         peak = torch.where(peak == -math.inf, 0, peak)
@@ -70,5 +71,5 @@ def _softmax(scores: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor, Te
 
 
 def _divided(x: Tensor, total: Tensor, masked: bool) -> Tensor:
-    """Zeros where the total is that of no key."""
+    """Return x / total, or zeros where the total has no key."""
     return x / (total.clamp_min(TINY) if masked else total)

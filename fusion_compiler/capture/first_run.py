@@ -1,4 +1,4 @@
-"""Errors that appear when a compiled graph first runs are handled as those of its compilation."""
+"""Handle errors that appear when a compiled graph first runs as those of its compilation."""
 
 from __future__ import annotations
 

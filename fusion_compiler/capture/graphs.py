@@ -1,4 +1,4 @@
-"""What the rewrites share: reading and cutting fx graphs that may hold in-place operators."""
+"""Read and cut fx graphs that may hold in-place operators, for all rewrites."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ORIGIN = ("nn_module_stack", "source_fn_stack", "stack_trace", "recompute", "ac_
 
 
 def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of `gm` that shares its tensors, and its nodes by those of the original."""
+    """Return a copy of `gm` that shares its tensors, and {node of `gm`: node of the copy}."""
     nodes: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, nodes)
@@ -53,15 +53,15 @@ def eager(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def unregister_constants(gm: fx.GraphModule) -> None:
-    """Constants of a trace become plain attributes: as buffers, AOTAutograd would take them for
-    inputs of the user's and ask Dynamo for their source."""
+    """Turn constants of a trace into plain attributes. As buffers, AOTAutograd would take them for the user's
+    inputs and ask Dynamo for their source."""
     for name, constant in list(gm.named_buffers(recurse=False)):
         del gm._buffers[name]
         gm.__dict__[name] = constant
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Which memory it lies in."""
+    """Return a number for the memory in which a tensor lies."""
     return tensor.untyped_storage()._cdata
 
 
@@ -72,7 +72,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """An ATen call that has no effect and always gives the same value for the same inputs."""
+    """True for an ATen call that has no effect and always gives the same value for the same inputs."""
     target = node.target
     return (
         node.op == "call_function"
@@ -89,31 +89,32 @@ def writes(target: OpOverload) -> bool:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """`node` and everything that it is computed from."""
-    found: set[fx.Node] = set()
+    """Return `node` and everything from which it is computed."""
+    nodes: set[fx.Node] = set()
     pending = [node]
     while pending:
         current = pending.pop()
-        if current not in found:
-            found.add(current)
+        if current not in nodes:
+            nodes.add(current)
             pending += current.all_input_nodes
-    return found
+    return nodes
 
 
 def hinted(size: int | torch.SymInt) -> int:
-    """The size in the call that was captured, which decides what is fast, not what is right; 0 where that is
-    not known."""
+    """Return the size in the captured call, which decides what is fast, not what is right; 0 if it is
+    unknown."""
     return int(size if isinstance(size, int) else size.node.hint or 0)
 
 
 def wants_gradient(node: fx.Node) -> bool:
-    """Whether a node is an input of the graph with a gradient: as Dynamo saw it, where it was captured so."""
+    """True if a node is an input of the graph with a gradient, as Dynamo saw it when it captured the
+    graph."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
+    """Return the nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
     written: set[fx.Node] = set()
     for node in nodes:
         if not isinstance(node.target, OpOverload) or not writes(node.target):
@@ -126,7 +127,7 @@ def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def written_between(first: fx.Node, last: fx.Node, operands: Iterable[Any]) -> bool:
-    """Whether memory of what `first` reads is written before `last`, which can then not read it instead."""
+    """True if memory that `first` reads is written before `last`, which can then not read it instead."""
     between: list[fx.Node] = []
     node = first.next
     while node is not last:
@@ -136,21 +137,21 @@ def written_between(first: fx.Node, last: fx.Node, operands: Iterable[Any]) -> b
 
 
 def aliases(value: Any) -> set[fx.Node]:
-    """A node, or several, and all that the memory may be of that these show."""
-    found: set[fx.Node] = set()
+    """Return a node, or several, and all nodes whose memory they may show."""
+    nodes: set[fx.Node] = set()
     pending = [value]
     while pending:
         current = pending.pop()
         if isinstance(current, list | tuple):
             pending += current
-        elif isinstance(current, fx.Node) and current not in found:
-            found.add(current)
+        elif isinstance(current, fx.Node) and current not in nodes:
+            nodes.add(current)
             pending += _viewed(current)
-    return found
+    return nodes
 
 
 def _viewed(node: fx.Node) -> list[Any]:
-    """The arguments whose memory a call's result may be."""
+    """Return the arguments whose memory a call's result may be."""
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
     named = arguments(node)
@@ -158,7 +159,7 @@ def _viewed(node: fx.Node) -> list[Any]:
 
 
 def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-    """A call at the graph's insertion point that comes from where `like` does, its value traced."""
+    """Return a call at the graph's insertion point that comes from where `like` does, its value traced."""
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in ORIGIN}
     node.meta["val"] = _called(node, {})
@@ -166,38 +167,40 @@ def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **k
 
 
 def size_of(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
-    """A tensor's size for a call at the graph's insertion point: a number, or a node where it is a symbol."""
+    """Return a tensor's size for a call at the graph's insertion point: a number, or a node if it is a
+    symbol."""
     size = tensor.meta["val"].shape[dim]
     return size if isinstance(size, int) else emit(like, torch.ops.aten.sym_size.int, tensor, dim)
 
 
 def fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """In which FakeTensors of the same trace as `values` are made; another mode may be active around it, as
-    backward is compiled when it first runs."""
+    """Return the context that makes FakeTensors of the same trace as `values`. Another mode may be active
+    around it, because backward is compiled when it first runs."""
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
 def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """What a call gives for the traced values of its operands, or for those of `values`."""
+    """Return what a call gives for `values` of its operands, and for their traced values where it has
+    none."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n.meta.get("val")))
     with fake_mode(tree_leaves((args, kwargs))), torch.no_grad():
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def trace_again(nodes: Iterable[fx.Node]) -> None:
-    """Values of calls whose operands are laid out in another way, in order. Raises what a call raises."""
+    """Trace, in order, the values of calls whose operands have a new layout. Raise what a call raises."""
     for node in nodes:
         if node.op == "call_function":
             node.meta["val"] = _called(node, {})
 
 
 def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
-    """Traces again what `first` gives, an operand of which is now laid out in another way, and all that this
-    changes in the graph; shapes stay.
+    """Trace again the value of `first`, whose operand has a new layout, and all that this changes in the
+    graph; shapes stay.
 
-    check(node): called for each node that reads a tensor with other strides than before. What it raises, and
-    what a call raises for such strides, leaves all values as they were.
+    check(node): called for each node that reads a tensor with other strides than before. If it raises, or a
+    call raises for such strides, all values stay as they were.
     """
     values: dict[fx.Node, Any] = {}
     node = first
@@ -216,11 +219,11 @@ def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
 
 
 def refuse_strides(node: fx.Node) -> None:
-    """Raises Refused where other strides of an operand would be seen."""
+    """Raise Refused if other strides of an operand would be seen."""
     if node.op == "output":
         raise Refused("its strides show in a result of the graph")
-    known = isinstance(node.target, OpOverload) or node.target is operator.getitem
-    if node.target in _STRIDES_COUNT or not known:
+    is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+    if node.target in _STRIDES_COUNT or not is_known:
         raise Refused(f"{node.target} depends on strides")
 
 

@@ -1,4 +1,4 @@
-"""Guards that TorchDynamo leaves out: forward-mode differentiation, and hooks that are registered later.
+"""Add guards that TorchDynamo leaves out: forward-mode differentiation, and hooks that are registered later.
 
 TorchDynamo compares the level of forward-mode differentiation only for code that uses it, so a graph compiled
 outside of `torch.autograd.forward_ad.dual_level()` would be called with dual tensors.

@@ -1,4 +1,4 @@
-"""What a captured program writes into, such as a decoder's cache of keys and values, is written in place.
+"""Write in place what a captured program writes into, such as a decoder's cache of keys and values.
 
 AOTAutograd makes the program functional and lets it end in `copy_(argument, result)`. Where the result is the
 argument with something put into it, all of it is copied twice for a few new elements:
@@ -51,23 +51,24 @@ PARTS = {
 
 
 def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
-    """A copy of a functional graph in which writes have the memory of their bases; itself where none does.
+    """Return a copy of a functional graph in which writes have the memory of their bases, or the graph itself
+    if no write can.
 
     Its nodes stand in an order in which every reader of a base comes before the write.
     """
     if not any(_begins(node) for node in gm.graph.nodes):
         return gm, ()
-    made, _ = copied(gm)
-    notes = _Writes(made.graph).run()
-    made.recompile()
-    return made, notes
+    copy, _ = copied(gm)
+    notes = _Writes(copy.graph).run()
+    copy.recompile()
+    return copy, notes
 
 
 def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
-    """Lets results that are views of a written argument's new value be views of the argument; in place.
+    """Let results that are views of a written argument's new value be views of the argument, in place.
 
-    AOTAutograd makes such a result again of the argument, where the result lies in its memory: which another
-    tensor with the same numbers does not tell. shown: positions of results, and of the argument of each.
+    AOTAutograd makes such a result again as a view of the argument only if the graph's result lies in the
+    argument's memory. shown: {position of a result: position of its argument}.
     """
     placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
     copies = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
@@ -93,8 +94,8 @@ def _begins(node: fx.Node) -> bool:
 
 
 def in_place_form(node: fx.Node) -> OpOverload | None:
-    """The operator that writes into its first operand what an operator without a kernel of ours gives:
-    `scatter_add_` for `scatter_add`."""
+    """Return the operator that writes into its first operand what an operator without a kernel of ours gives,
+    such as `scatter_add_` for `scatter_add`, or None."""
     overload = node.target
     if (
         not isinstance(overload, OpOverload)
@@ -103,15 +104,15 @@ def in_place_form(node: fx.Node) -> OpOverload | None:
     ):
         return None
     packet = getattr(aten, f"{overload._opname}_", None)
-    found = getattr(packet, overload._overloadname, None)
-    if found is None or written(found) != (0,) or draws(overload):
+    form = getattr(packet, overload._overloadname, None)
+    if form is None or written(form) != (0,) or draws(overload):
         return None
-    same = [a.name for a in found._schema.arguments] == [a.name for a in overload._schema.arguments]
-    return found if same else None
+    same = [a.name for a in form._schema.arguments] == [a.name for a in overload._schema.arguments]
+    return form if same else None
 
 
 class _Write:
-    """`source` put where `view` lies in `base`, or where the indices point to in it.
+    """A write puts `source` where `view` lies in `base`, or where the indices point to in `base`.
 
     path: the functional nodes that did this; the last is the new value of `region`, which is `base` or a view
     of it. form: the operator in place, where that is not `put_`, with the arguments of the first of `path`.
@@ -148,13 +149,14 @@ class _Write:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """What is written, and where, without the base."""
+        """Return what is written, and where, without the base."""
         if self.form is not None:
             return _flat((self.path[0].args, self.path[0].kwargs))[1:]
         return _flat((self.source, self.indices))
 
     def _grow(self) -> bool:
-        """The write as one into a larger region, if the only reader of its result makes that of it."""
+        """Extend the write to a larger region, and return True, if the only reader of its result makes that
+        of it."""
         if len(self.result.users) != 1:
             return False
         (user,) = self.result.users
@@ -199,9 +201,9 @@ class _Writes:
                     why = f"it is copied to where it belongs, as {reason}"
                     notes.append(RewriteNote("in place", name, False, why))
                 continue
-            made = self.latest[home] = self.rewritten(write)
+            new = self.latest[home] = self.rewritten(write)
             for reader in readers:
-                self.before.setdefault(reader, []).append(made)
+                self.before.setdefault(reader, []).append(new)
             where = "an argument" if home.op == "placeholder" else "a result that dies"
             notes.append(RewriteNote("in place", name, True, f"written into {where}"))
         for copy in self.graph.find_nodes(op="call_function", target=COPY):
@@ -210,8 +212,9 @@ class _Writes:
         return tuple(notes)
 
     def says_nothing(self, write: _Write) -> bool:
-        """Whether there is nothing to write: memory that has the result already, which all then read if it is
-        not returned, or what no cluster makes; or a cluster makes all of the base where it makes the rest."""
+        """True if nothing has to be written in place: the memory has the result already, and is read instead
+        unless the result is returned; or no cluster computes the copied value; or a cluster computes all of
+        the base where it computes the rest."""
         target = write.result.target
         if write.form is None and write.indices is None and _is_same(write.source, write.view):
             kept = target is not COPY and self.graph.output_node() in _readers(write.result)
@@ -227,8 +230,8 @@ class _Writes:
         return True
 
     def memory_is_free(self, write: _Write) -> list[fx.Node]:
-        """What reads the base's old value, and can run before the write. Raises Refused where the base's
-        memory is not the write's."""
+        """Return what reads the base's old value, and can run before the write. Raise Refused if the write
+        may not have the base's memory."""
         base, result = write.base, write.result
         if write.region is not base:
             raise Refused("it is written through a view that is read besides")
@@ -261,15 +264,15 @@ class _Writes:
         return readers
 
     def after(self, node: fx.Node) -> set[fx.Node]:
-        """A node and all that runs after it."""
-        found: set[fx.Node] = set()
+        """Return a node and all nodes that run after it."""
+        nodes: set[fx.Node] = set()
         pending = [node]
         while pending:
             current = pending.pop()
-            if current not in found:
-                found.add(current)
+            if current not in nodes:
+                nodes.add(current)
                 pending += [*current.users, *self.before.get(current, ())]
-        return found
+        return nodes
 
     def rewritten(self, write: _Write) -> fx.Node:
         first, result = write.path[0], write.result
@@ -278,13 +281,13 @@ class _Writes:
             indices: Any = () if write.indices is None else (write.indices,)
             arguments, more = (write.base, write.view, write.source, *indices), {}
         with self.graph.inserting_before(result):
-            made = self.graph.create_node("call_function", form, arguments, more, form._opname.rstrip("_"))
-        made.meta = dict(first.meta) | {"val": result.meta["val"]}
-        self.replaced(write, made)
-        return made
+            new = self.graph.create_node("call_function", form, arguments, more, form._opname.rstrip("_"))
+        new.meta = dict(first.meta) | {"val": result.meta["val"]}
+        self.replaced(write, new)
+        return new
 
     def in_order(self) -> None:
-        """The nodes in their order, as far as what waits allows; what is still copied is so in the end."""
+        """Order the nodes as before, as far as waiting for readers allows. Remaining copies come last."""
         erase_unused(set(self.graph.nodes))
         nodes = sorted(self.graph.nodes, key=lambda node: (node.op == "output", node.target is COPY))
         number = {node: i for i, node in enumerate(nodes)}
@@ -310,26 +313,26 @@ class _Writes:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Whether a cluster makes a value, and may store it anywhere."""
+    """True if a cluster computes a value, and may store it anywhere."""
     return node.op == "call_function" and node.target is not put and is_always_held(node.target)
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node whose memory a chain of views shows."""
+    """Return the node whose memory a chain of views shows."""
     while is_view_node(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The node that had the memory of a value first, before anything was written into it."""
+    """Return the node that had the memory of a value first, before anything was written into it."""
     while node.op == "call_function" and node.target is not COPY and written(node.target) == (0,):
         node = root(node.args[0])  # type: ignore[arg-type]
     return node
 
 
 def part_of(scatter: fx.Node) -> fx.Node:
-    """The view of its base into which such an operator writes, as a new node."""
+    """Return the view of its base into which such an operator writes, as a new node."""
     named = arguments(scatter)
     more = [value for name, value in named.items() if name not in ("self", "src")]
     with scatter.graph.inserting_before(scatter):
@@ -337,26 +340,26 @@ def part_of(scatter: fx.Node) -> fx.Node:
 
 
 def _flat(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a value, directly or through views."""
-    found: dict[fx.Node, None] = {}
+    """Return the nodes that read a value, directly or through views."""
+    readers: dict[fx.Node, None] = {}
     pending = list(node.users)
     while pending:
         user = pending.pop()
         if is_view_node(user):
             pending += user.users
         elif not str(getattr(user.target, "_schema", "")).startswith("aten::sym_"):  # which reads a size
-            found[user] = None
-    return list(found)
+            readers[user] = None
+    return list(readers)
 
 
 def _has_own_memory(node: fx.Node) -> bool:
-    """Whether a call's result is no memory of its operands, but for what it writes into."""
+    """True if a call's result has no memory of its operands, except those that it writes into."""
     schema = getattr(node.target, "_schema", None)
     results = schema.returns if schema is not None else ()
     return bool(written(node.target)) or all(r.alias_info is None for r in results)
@@ -375,7 +378,7 @@ def _form(node: fx.Node) -> object:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether elements share memory, or may."""
+    """True if elements share memory, or may share it."""
     value: torch.Tensor = node.meta["val"]
     return any(
         dim_of(n) == 0 != dim_of(size) - 1 for n, size in zip(value.stride(), value.shape, strict=True)
@@ -383,7 +386,7 @@ def _repeats(node: fx.Node) -> bool:
 
 
 def _is_same(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values are the same elements of the same memory, in the same order."""
+    """True if two values are the same elements of the same memory, in the same order."""
     return root(a) is root(b) and _form(a) == _form(b) and place(a) == place(b)
 
 

@@ -1,4 +1,5 @@
-"""What the rewrites made of a graph of Dynamo's, on disk: the next process neither traces nor rewrites it.
+"""Keep on disk what the rewrites made of a graph of Dynamo's: the next process neither traces nor rewrites
+it.
 
 A record is found by Dynamo's own graph and holds under which key autograd's cache keeps the graphs of the
 rewritten one (`autograd_cache`), and what the rewrites noted. The key has all that the trace above autograd
@@ -38,14 +39,15 @@ from fusion_compiler.runtime.cache import REWRITES, Cache, is_own
 
 @dataclass(frozen=True)
 class Rewritten:
-    """autograd: the key of autograd's cache for the rewritten graph."""
+    """The record describes a rewritten graph. autograd: its key in autograd's cache."""
 
     autograd: str
     notes: Notes
 
 
 class KeptRewrites:
-    """Outcomes by key. What is no whole record of one counts as absent, as does another user's folder."""
+    """Rewritten graphs are kept by key. An incomplete record counts as absent, as does another user's
+    folder."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._cache = Cache(path, folder=REWRITES)
@@ -59,15 +61,15 @@ class KeptRewrites:
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
 
-    def put(self, key: str, made: Rewritten) -> None:
+    def put(self, key: str, rewritten: Rewritten) -> None:
         if is_own(self._cache.path):
-            self._cache.put(key, {"autograd": made.autograd, "notes": record.write(made.notes)})
+            self._cache.put(key, {"autograd": rewritten.autograd, "notes": record.write(rewritten.notes)})
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
-    """The key of what the rewrites that `options` tell of make of Dynamo's graph.
+    """Return the key of the graph that rewrites with these `options` make of Dynamo's graph.
 
-    Raises NotWritable where something that it depends on cannot be told.
+    Raises NotWritable if something on which it depends has no text.
     """
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         raise NotWritable("a mode is set that sees every operator")
@@ -79,14 +81,15 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
 
 
 def _state_of_functions() -> list[Any]:
-    """What functions of PyTorch's that are written in Python ask for, beside `ambient`."""
+    """Return the state that PyTorch's functions in Python read, beside `ambient`."""
     einsum = [opt_einsum.is_available(), opt_einsum.enabled, opt_einsum.strategy]  # type: ignore[attr-defined]
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     return [*einsum, filled, str(torch.get_default_device())]
 
 
 class _Above(Writer):
-    """A graph as Dynamo makes it: functions and methods of PyTorch's, and what rewrites see of a node."""
+    """Write a graph as Dynamo makes it: functions and methods of PyTorch's, and what rewrites see of a
+    node."""
 
     ops = (*Writer.ops, "call_method")
 
@@ -104,12 +107,12 @@ class _Above(Writer):
             if symbolic or (isinstance(value, torch.Tensor) and value._has_symbolic_sizes_strides):  # type: ignore[attr-defined]
                 raise NotWritable("its sizes differ from call to call")
         static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-        made: dict[str, Any] = {"custom": str(node.meta.get("custom")), "static": static}
+        meta: dict[str, Any] = {"custom": str(node.meta.get("custom")), "static": static}
         if trace := node.meta.get("stack_trace"):
-            made["stack_trace"] = self.text(trace)
+            meta["stack_trace"] = self.text(trace)
         if stack := node.meta.get("nn_module_stack"):
-            made["nn_module_stack"] = self.text("\n".join(path for path, _ in stack.values()))
-        return made
+            meta["nn_module_stack"] = self.text("\n".join(path for path, _ in stack.values()))
+        return meta
 
 
 # Where Dynamo's graphs have functions from, and those look up others.
@@ -129,7 +132,7 @@ _NAMESPACES: dict[str, Any] = {
 
 
 def _name(target: Any) -> str:
-    """The name by which a function of PyTorch's is found. Raises NotWritable for another."""
+    """Return the name by which a function of PyTorch's is found. Raise NotWritable for any other function."""
     if isinstance(target, OpOverload):
         return target_name(target)
     name = getattr(target, "__name__", "")
@@ -142,8 +145,8 @@ def _name(target: Any) -> str:
 
 
 def replaced() -> Iterator[str]:
-    """Functions in PyTorch's namespaces that are somebody else's: a graph that calls another function of
-    PyTorch's may reach them by a way that it does not show."""
+    """Yield functions in PyTorch's namespaces that are somebody else's. A graph that calls another function
+    of PyTorch's may reach them without showing it."""
     for space, module in _NAMESPACES.items():
         for name, value in vars(module).items():
             if callable(value) and not isinstance(value, type) and not _is_pytorchs(value):

@@ -1,4 +1,4 @@
-"""What compile() returns: a drop-in for the module or function, with its plans.
+"""Make what compile() returns: a drop-in for the module or function, with its plans.
 
 A compiled module is an instance of a subclass of the model's own class that *shares the model's
 __dict__*: parameters, buffers, hooks, mode and every attribute are the same objects under the
@@ -40,7 +40,8 @@ from fusion_compiler.runtime.verify import Verification
 
 
 class Plans(Sequence[FusionPlan]):
-    """The plans of all graphs captured so far, in order of their compilation; str() joins them.
+    """The object has the plans of all graphs captured so far, in order of their compilation; str() joins
+    them.
 
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
     the functions that no graph holds. called: whether the model has been. optimizer: what became of the one
@@ -61,19 +62,19 @@ class Plans(Sequence[FusionPlan]):
         self._plans.append(plan)
 
     def note(self, name: str, key: str, text: str) -> None:
-        """Change what is noted in the plan of a graph, where a later one has decided otherwise."""
+        """Change a note in the plan of a graph, where a later decision differs."""
         self._plans = [replace(p, notes={**p.notes, key: text}) if p.name == name else p for p in self._plans]
 
     @property
     def seconds(self) -> dict[str, float]:
         return self._stages.seconds
 
-    def broke(self, found: Sequence[GraphBreak]) -> None:
-        """Add what a call has shown; the same place is found again by each recompilation."""
-        self.breaks = distinct((*self.breaks, *found))
+    def broke(self, breaks: Sequence[GraphBreak]) -> None:
+        """Add the graph breaks of a call. Each recompilation finds the same place again."""
+        self.breaks = distinct((*self.breaks, *breaks))
 
     def leave(self, name: str, reason: str) -> None:
-        """Say that a graph runs as it is."""
+        """Note that a graph runs eager."""
         self._left.append(f"graph {name} runs eager: {reason}")
 
     @overload
@@ -100,7 +101,7 @@ class Plans(Sequence[FusionPlan]):
         return "\n\n".join([*plans, *self._left, *broken, *table, *fused])
 
     def _none(self) -> list[str]:
-        """Why there is no plan."""
+        """Return why there is no plan."""
         if self._plans or self._left:
             return []
         if not self.called:
@@ -114,7 +115,7 @@ Recompile = Callable[[Any], Any]
 
 
 class CompiledModule(nn.Module):
-    """What compiled modules have beside their own class; see compiled_module."""
+    """A compiled module has these methods and fields beside its own class; see _compiled_module."""
 
     _fusion_model: nn.Module  # the plain model; both have one __dict__
     _fusion_plans: Plans
@@ -132,7 +133,7 @@ class CompiledModule(nn.Module):
 
 
 class CompiledFunction:
-    """A compiled function: called like the function, with its name, signature and docstring."""
+    """A compiled function is called like the function, and has its name, signature and docstring."""
 
     def __init__(
         self, function: Callable[..., Any], run: Callable[..., Any], plans: Plans, recompile: Recompile
@@ -188,8 +189,8 @@ def wrap(
 
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        whole = fullgraph or strict
-        run = dynamo_compiled(_own_frame(function), backend, dynamic=dynamic, fullgraph=whole)
+        is_whole = fullgraph or strict
+        run = dynamo_compiled(_own_frame(function), backend, dynamic=dynamic, fullgraph=is_whole)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
@@ -201,7 +202,7 @@ def wrap(
             if rarely is not None:  # it compiles
                 rarely.__enter__()
             plans.called = True
-            frames, known, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
+            frames, before, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
                 return run(*args, **kwargs)
             except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
@@ -213,14 +214,14 @@ def wrap(
                     raise of_error(error).error from None
                 raise
             except Exception as error:
-                if whole or not _is_uncaptured(error):
+                if is_whole or not _is_uncaptured(error):
                     raise _operator_error(error) from None
                 fault = error
             finally:
                 if rarely is not None:
                     rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
-                    broke(breaks_since(known, began))
+                    broke(breaks_since(before, began))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
             failures += 1
             name = getattr(function, "__qualname__", "the model")
@@ -235,7 +236,7 @@ def wrap(
 
 
 def plain(target: Any) -> Any:
-    """What `target` was made of, if compile() or torch.compile() made it; else itself."""
+    """Return what `target` was made of, if compile() or torch.compile() made it, or else `target` itself."""
     while True:
         if isinstance(target, CompiledModule):
             inner: Any = target._fusion_model
@@ -251,8 +252,8 @@ def plain(target: Any) -> Any:
 
 
 def compiled_class(cls: type, recompile: Recompile) -> type:
-    """A subclass of `cls` by the same name whose instances are compiled: a module's forward, another's
-    __call__. Raises NotCallableError for a class without."""
+    """Return a subclass of `cls` by the same name whose instances are compiled: a module's forward, another's
+    __call__. Raise NotCallableError for a class without such a method."""
     name = "forward" if issubclass(cls, nn.Module) else "__call__"
     method = next((vars(c)[name] for c in cls.__mro__ if name in vars(c)), None)
     if method is None:
@@ -262,7 +263,7 @@ def compiled_class(cls: type, recompile: Recompile) -> type:
 
 
 def plan_of(compiled: object) -> Plans:
-    """The plans of a compiled module or function, also of a module that has a `plan` of its own."""
+    """Return the plans of a compiled module or function, also of a module that has a `plan` of its own."""
     return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
 
 
@@ -279,24 +280,26 @@ def _compiled_module(
         @functools.wraps(method)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A replica that another library made has tensors of its own. Others compile no identities.
-            own = torch.compiler.is_dynamo_compiling() or self.__dict__ is not model.__dict__
-            return run(self if own else model, *args, **kwargs)
+            uses_self = torch.compiler.is_dynamo_compiling() or self.__dict__ is not model.__dict__
+            return run(self if uses_self else model, *args, **kwargs)
 
         return call
 
     @functools.cache
-    def forward_of(own: Callable[..., Any] | None) -> Callable[..., Any]:
-        run = compiled(original.forward if own is None else lambda _, *args, **kwargs: own(*args, **kwargs))
+    def forward_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
+        run = compiled(
+            original.forward if forward is None else lambda _, *args, **kwargs: forward(*args, **kwargs)
+        )
         return compiled_method(original.forward, run)
 
-    # A forward of the instance's own, as other libraries set it, goes before the class's: the present one.
+    # An instance's forward, as other libraries set it, goes before the class's: the present one.
     present = property(
         lambda self: types.MethodType(forward_of(vars(self).get("forward")), self),
         lambda self, value: vars(self).update(forward=value),
         lambda self: vars(self).pop("forward", None),
     )
-    told = functools.partial(missed, original.__name__)
-    methods = {name: watched(f, lambda: plans.called, told) for name, f in other_methods(original)}
+    report = functools.partial(missed, original.__name__)
+    methods = {name: watched(f, lambda: plans.called, report) for name, f in other_methods(original)}
     for name in compiled_methods(model):
         methods[name] = compiled_method(getattr(original, name), compiled(getattr(original, name)))
     body: dict[str, Any] = {
@@ -323,17 +326,17 @@ def _compiled_module(
 
 
 def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` behind a code object that nothing else has."""
+    """Return `function` behind a code object that nothing else has."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
     name = getattr(function, "__name__", "call")
-    own = types.FunctionType(
+    framed = types.FunctionType(
         call.__code__.replace(co_name=name), call.__globals__, name, call.__defaults__, call.__closure__
     )
     # Without its attributes: torch.compile keeps what it knows of a function in them.
-    return functools.update_wrapper(own, function, updated=()) if hasattr(function, "__name__") else own
+    return functools.update_wrapper(framed, function, updated=()) if hasattr(function, "__name__") else framed
 
 
 def _is_uncaptured(error: Exception) -> bool:

@@ -1,6 +1,5 @@
-"""Dynamo's graph as an ATen graph above autograd: composite operators such as linear,
-dropout and scaled_dot_product_attention are single nodes, and autocast and grad-mode regions
-are nodes too.
+"""Trace Dynamo's graph as an ATen graph above autograd: composite operators such as linear, dropout and
+scaled_dot_product_attention are single nodes, and autocast and grad-mode regions are nodes too.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ AUTOGRAD_METHODS = ("requires_grad_", "retain_grad", "register_hook", "set_", "r
 
 
 class UntraceableError(Exception):
-    """Why a graph has no equal pre-autograd form."""
+    """The error says why a graph has no equal pre-autograd form."""
 
 
 def lift_attributes(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
-    """`gm` with a placeholder, before all others, for each tensor that Dynamo made an attribute of it, and
-    those tensors.
+    """Return `gm` with a placeholder, before all others, for each tensor that Dynamo made an attribute of it,
+    and those tensors.
 
     An optimizer's states are such attributes. A trace has a FakeTensor for a placeholder, but would compute
     with an attribute itself; and what is written into it must be seen in that very tensor.
@@ -70,7 +69,7 @@ def lift_attributes(gm: fx.GraphModule) -> tuple[fx.GraphModule, tuple[torch.Ten
 
 
 def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """`gm`, a graph as Dynamo makes it, re-traced as ATen overloads on FakeTensors.
+    """Return `gm`, a graph as Dynamo makes it, traced again as ATen overloads on FakeTensors.
 
     inputs: the backend's example inputs (tensors, SymInts). Must run inside the backend call:
     FakeTensors are those of its own fake mode, so that AOTAutograd sees the same symbols.
@@ -101,7 +100,7 @@ def trace_pre_autograd(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphMod
 
 
 class _Run(PropagateUnbackedSymInts):
-    """Interprets Dynamo's graph, with what a trace alone would lose.
+    """Interpret Dynamo's graph, with what a trace alone would lose.
 
     Autocast regions are entered, not only recorded, so that the traced values have the dtypes
     that they will have. Checkpointed regions are inlined, their nodes marked for recomputation.
@@ -158,7 +157,7 @@ def _one_node(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _marked(body: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a checkpointed region whose nodes the partitioner prefers to recompute."""
+    """Return a copy of a checkpointed region whose nodes the partitioner prefers to recompute."""
     body, _ = copied(body)
     region = next(checkpoint_ids)
     for node in body.graph.nodes:
@@ -211,8 +210,8 @@ def _check_nodes(gm: fx.GraphModule) -> None:
 
 
 def check_constants(traced: fx.GraphModule) -> None:
-    """Literals of the model's code are copied at each use; any other constant is a tensor that
-    the trace lost sight of, whose value may change between calls."""
+    """Raise UntraceableError for a tensor that the trace lost sight of, whose value may change between calls.
+    Literals of the model's code are no such tensors: they are copied at each use."""
     for node in traced.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(traced, str(node.target)), fx.GraphModule):
             continue  # a body of a custom autograd Function
@@ -229,8 +228,8 @@ def _check_inputs(inputs: Sequence[Any]) -> None:
 
 
 def _fake(x: Any, mode: FakeTensorMode, context: TracingContext) -> Any:
-    """The FakeTensor that AOTAutograd will make of `x`, behind a fresh handle without autograd:
-    what the trace does to metadata must not reach AOTAutograd's own copy."""
+    """Return the FakeTensor that AOTAutograd will make of `x`, behind a fresh handle without autograd: what
+    the trace does to metadata must not reach AOTAutograd's own copy."""
     if not isinstance(x, torch.Tensor):
         return x
     if isinstance(x, FakeTensor) and x.fake_mode is mode:

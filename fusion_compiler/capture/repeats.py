@@ -1,4 +1,4 @@
-"""Equal stretches of a pre-autograd graph that follow each other, as the layers of a model do.
+"""Find equal stretches of a pre-autograd graph that follow each other, as the layers of a model do.
 
 They are found by what they compute, whatever the modules are called: operators, constants, shapes, strides
 and dtypes repeat with some period, and values go the same ways.
@@ -30,8 +30,8 @@ TRIED = 4  # places where the first block may begin, those first between which t
 
 @dataclass(frozen=True)
 class Repeat:
-    """blocks: the nodes of each. inputs: what each reads from elsewhere, in one order for all. outputs: the
-    positions in a block of what others read."""
+    """A repeat consists of equal blocks. blocks: the nodes of each. inputs: what each reads from elsewhere,
+    in one order for all. outputs: the positions in a block of what others read."""
 
     blocks: tuple[tuple[fx.Node, ...], ...]
     inputs: tuple[tuple[fx.Node, ...], ...]
@@ -39,7 +39,7 @@ class Repeat:
 
 
 def repeats(graph: fx.Graph) -> list[Repeat]:
-    """In the order of the graph; none where sizes are symbolic."""
+    """Return the repeats in the order of the graph; none if sizes are symbolic."""
     if any(_is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")):
         return []
     nodes = [node for node in graph.nodes if node.op == "call_function"]
@@ -49,48 +49,48 @@ def repeats(graph: fx.Graph) -> list[Repeat]:
 
 
 def _within(nodes: Sequence[fx.Node], keys: Sequence[str | None]) -> list[Repeat]:
-    found = max(((p, *_longest(keys, p)) for p in _periods(keys)), key=_saved, default=None)
-    if found is None or _saved(found) <= 0:
+    stretch = max(((p, *_longest(keys, p)) for p in _periods(keys)), key=_saved, default=None)
+    if stretch is None or _saved(stretch) <= 0:
         return []
-    period, start, length = found
-    firsts = [f for f in range(start, start + period) if len(_begins(found, f)) >= FEWEST]
+    period, start, length = stretch
+    firsts = [f for f in range(start, start + period) if len(_begins(stretch, f)) >= FEWEST]
     firsts.sort(key=lambda first: len(_read_outside(nodes[first : first + period])))
-    made = (_repeat([nodes[k : k + period] for k in _begins(found, first)]) for first in firsts[:TRIED])
-    best = next((m for m in made if m is not None), None)
+    possible = (_repeat([nodes[k : k + period] for k in _begins(stretch, first)]) for first in firsts[:TRIED])
+    best = next((m for m in possible if m is not None), None)
     end = start + length + period
     between = [] if best is None else [best]
     return [*_within(nodes[:start], keys[:start]), *between, *_within(nodes[end:], keys[end:])]
 
 
-def _begins(found: tuple[int, int, int], first: int) -> range:
-    """Where the blocks begin, if the first begins at a place."""
-    period, start, length = found
+def _begins(stretch: tuple[int, int, int], first: int) -> range:
+    """Return where the blocks begin, if the first begins at a place."""
+    period, start, length = stretch
     return range(first, start + length + 1, period)
 
 
-def _saved(found: tuple[int, int, int]) -> int:
-    """The nodes of the blocks that are not traced; none of too few."""
-    period, start, _ = found
-    count = len(_begins(found, start))
+def _saved(stretch: tuple[int, int, int]) -> int:
+    """Return how many nodes of the blocks need no trace; 0 if the blocks are too few."""
+    period, start, _ = stretch
+    count = len(_begins(stretch, start))
     return (count - TRACED) * period if count >= FEWEST else 0
 
 
 def _periods(keys: Sequence[str | None]) -> list[int]:
-    """The most frequent distances between equal calls of which there are few, most frequent first."""
+    """Return the most frequent distances between equal calls of which there are few, most frequent first."""
     places: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         if key is not None:
             places.setdefault(key, []).append(i)
     distances = Counter[int]()
-    for found in places.values():
-        if len(found) >= FEWEST:
+    for equal in places.values():
+        if len(equal) >= FEWEST:
             for step in (1, 2, 3, 4):
-                distances.update({b - a for a, b in zip(found, found[step:], strict=False)})
+                distances.update({b - a for a, b in zip(equal, equal[step:], strict=False)})
     return [d for d, _ in distances.most_common(PERIODS)]
 
 
 def _longest(keys: Sequence[str | None], period: int) -> tuple[int, int]:
-    """(start, length) of the longest stretch that equals what follows a period later."""
+    """Return (start, length) of the longest stretch that equals what follows a period later."""
     best, start = (0, 0), 0
     for i in range(len(keys) - period + 1):
         if i + period < len(keys) and keys[i] is not None and keys[i] == keys[i + period]:
@@ -101,8 +101,8 @@ def _longest(keys: Sequence[str | None], period: int) -> tuple[int, int]:
 
 
 def _repeat(blocks: Sequence[Sequence[fx.Node]]) -> Repeat | None:
-    """The blocks up to the first that is connected in another way; None where these are too few, or a result
-    is no tensor of its own."""
+    """Return the blocks up to the first that is connected in another way; None if these are too few, or a
+    result shares memory."""
     inputs: list[tuple[fx.Node, ...]] = []
     for nodes in blocks:
         read = _connected(blocks[0], nodes)
@@ -123,41 +123,42 @@ def _repeat(blocks: Sequence[Sequence[fx.Node]]) -> Repeat | None:
 
 
 def _read_outside(nodes: Sequence[fx.Node]) -> list[int]:
-    """The positions of what others read."""
+    """Return the positions of the nodes that others read."""
     inside = {*nodes}
     return [i for i, node in enumerate(nodes) if not inside.issuperset(node.users)]
 
 
 def _connected(first: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...] | None:
-    """What `nodes` read from elsewhere, in the order of the first block; None where values go other ways."""
-    there = {node: i for i, node in enumerate(first)}
-    here = {node: i for i, node in enumerate(nodes)}
+    """Return what `nodes` read from elsewhere, in the order of the first block, or None if values go other
+    ways."""
+    first_position = {node: i for i, node in enumerate(first)}
+    position = {node: i for i, node in enumerate(nodes)}
     read: dict[fx.Node, fx.Node] = {}
     for a, b in zip(first, nodes, strict=True):
         for x, y in zip(_operands(a), _operands(b), strict=True):
-            inside = x in there or x.op == "get_attr"  # constants are in the keys
-            if there.get(x) != here.get(y) or (not inside and read.setdefault(x, y) is not y):
+            inside = x in first_position or x.op == "get_attr"  # constants are in the keys
+            if first_position.get(x) != position.get(y) or (not inside and read.setdefault(x, y) is not y):
                 return None
     return tuple(read.values())
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """In order, each as often as it is read."""
+    """Return the operands in order, each as often as it is read."""
     return [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, fx.Node)]
 
 
 def _key(node: fx.Node, numbered: Callable[[fx.Node], int]) -> str | None:
-    """What equal calls have in common, operands that look alike by a number: a list of thousands may have as
-    many readers. None of one that no block may hold."""
-    known = isinstance(node.target, OpOverload) and not writes(node.target)
-    if not known and node.target is not operator.getitem:
+    """Return a text that equal calls share, or None for a call that no block may hold. Operands that look
+    alike are one number, because a list of thousands may have as many readers."""
+    is_operator = isinstance(node.target, OpOverload) and not writes(node.target)
+    if not is_operator and node.target is not operator.getitem:
         return None
     args, kwargs = map_arg((node.args, dict(node.kwargs)), numbered)
     return f"{node.target} {args!r} {kwargs!r} {look(node.meta.get('val'))} {node.meta.get('recompute')}"
 
 
 def constant(node: fx.Node) -> Any:
-    """Of which a node is the name."""
+    """Return the tensor that a node names."""
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
@@ -170,7 +171,7 @@ def _operand(node: fx.Node) -> str:
 
 
 def look(value: Any) -> str:
-    """All that a trace depends on of a value without autograd."""
+    """Return a text of all properties of a value without autograd on which a trace depends."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
     return str([look(v) for v in value]) if isinstance(value, tuple | list) else repr(value)

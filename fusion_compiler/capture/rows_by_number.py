@@ -1,4 +1,4 @@
-"""Rows that are added up by their numbers: gradients of lookups, `index_add`, scatters by whole rows.
+"""Add up rows by their numbers: gradients of lookups, `index_add`, scatters by whole rows.
 
     index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, bounds)
 
@@ -35,7 +35,7 @@ LEAST_IN_TURN = 64
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
-    """x + the sum of the values that each element of x gets.
+    """Return x + the sum of the values that each element of x gets.
 
     indices: integers, for any dimensions of x, which broadcast. values: broadcast to what the indices select.
     """
@@ -75,7 +75,7 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
 def embedding_backward(
     grad: Tensor, indices: Tensor, size: Any, padding: int, scale_grad_by_freq: bool
 ) -> Any:
-    """The gradient of a lookup each of whose rows is added up with others, as in a bag; of others ATen's."""
+    """Return the gradient of a lookup whose rows are added up in bags. Any other gradient is left to ATen."""
     bags = indices.ndim > 0 and indices.shape[-1] != 1 and grad.stride(indices.ndim - 1) == 0
     if not bags or padding >= 0 or scale_grad_by_freq:
         return NotImplemented
@@ -85,7 +85,7 @@ def embedding_backward(
 def scatter_reduce(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """A scatter whose index is one of rows, expanded over the other dimensions; of other indices ATen's."""
+    """Scatter by an index of rows, expanded over the other dimensions. Any other index is left to ATen."""
     combine = {"sum": "sum", "amax": "max", "amin": "min"}.get(reduce)
     if combine is None or not x.is_floating_point() or not _by_rows(x, dim, index):
         return NotImplemented
@@ -132,17 +132,18 @@ def _is_worth_sorting(size: Any, count: Any, width: Any, by_rows: bool = True) -
 
 
 def _numbers(size: Any, index: Tensor) -> Tensor:
-    """An index of a dimension of `size` elements, checked, and negative ones counted from its beginning."""
+    """Return an index of a dimension of `size` elements, checked, with negative numbers replaced by the
+    positive ones of the same elements."""
     return aten.index.Tensor(_count(size, index), [index])
 
 
 def _count(size: Any, like: Tensor) -> Tensor:
-    """0, 1, ... size - 1."""
+    """Return 0, 1, ... size - 1."""
     return torch.arange(size, dtype=_held(size), device=like.device)
 
 
 def _held(size: Any) -> torch.dtype:
-    """The least dtype in which numbers up to `size` fit: a sort takes as long as they have bytes."""
+    """Return the least dtype in which numbers up to `size` fit, because fewer bytes are sorted faster."""
     if not isinstance(size, int):
         return torch.int64
     return next((d for d in (torch.int16, torch.int32) if size < torch.iinfo(d).max), torch.int64)
@@ -150,7 +151,7 @@ def _held(size: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Numbers of rows, sorted.
+    """The object has numbers of rows in sorted order.
 
     order: int64 [N], the rows in the order of their numbers. first, last: int64 [size], where the rows of
     each number begin and end in `order`. beyond: int64 [ceil(N / block)], for every block-th row in that
@@ -164,8 +165,8 @@ class Sorted:
     beyond: Tensor
 
     def combined(self, rows: Tensor, combine: str, each: int = 1) -> Tensor:
-        """rows: [N / each, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number, where a row
-        has `each` numbers, one after the other.
+        """Combine rows [N / each, C] -> [size, C]: the "sum", "max" or "min" of the rows of each number,
+        where a row has `each` numbers, one after the other.
 
         A number may have most of the rows. Those up to the next multiple of `block`, in the sorted order, are
         one sum, and from there each block has a sum of its own: these are rows again, already in order.
@@ -188,7 +189,7 @@ class Sorted:
 
 
 def _block_of(count: Any) -> int:
-    """About as many rows as there are blocks of them, within bounds."""
+    """Return about as many rows as there are blocks of them, within bounds."""
     root = math.isqrt(count) if isinstance(count, int) else MOST_IN_TURN
     return min(MOST_IN_TURN, max(LEAST_IN_TURN, 1 << root.bit_length()))
 

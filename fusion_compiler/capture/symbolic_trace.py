@@ -1,4 +1,5 @@
-"""A whole model as one ATen graph above autograd: its code runs on FakeTensors under make_fx, not in Dynamo.
+"""Trace a whole model as one ATen graph above autograd: its code runs on FakeTensors under make_fx, not in
+Dynamo.
 
 make_fx rather than torch.fx.symbolic_trace, whose proxies have neither sizes nor truth values: code that
 asks for a shape, as that of every Hugging Face model does, stops it. Python decides in a trace as it does
@@ -44,8 +45,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class SymbolicTrace:
-    """graph: pre-autograd ATen; its placeholders are the parameters, buffers and arguments that it reads, in
-    the order of their first use, and so are `inputs`. It returns the tensors among the results."""
+    """The trace holds a model as one graph. graph: pre-autograd ATen, which returns the tensors among the
+    results; its placeholders are the parameters, buffers and arguments that it reads, in the order of their
+    first use, and so are `inputs`."""
 
     graph: fx.GraphModule
     inputs: tuple[Tensor, ...]
@@ -54,7 +56,8 @@ class SymbolicTrace:
 def symbolic_trace(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode
 ) -> SymbolicTrace:
-    """`model(*args, **kwargs)` as one graph; parameters, buffers and arguments are FakeTensors of `mode`.
+    """Return `model(*args, **kwargs)` as one graph; parameters, buffers and arguments are FakeTensors of
+    `mode`.
 
     A module's own Python code runs, and may change its attributes. Raises UntraceableError.
     """
@@ -68,10 +71,10 @@ def symbolic_trace(
     results: list[Tensor] = []
 
     def run(*handles: Tensor) -> list[Tensor]:
-        given = {id(t): handle for t, handle in zip(inputs, handles, strict=True)}
-        args, kwargs = pytree.tree_unflatten([given.get(id(x), x) for x in leaves], spec)
+        by_identity = {id(t): handle for t, handle in zip(inputs, handles, strict=True)}
+        args, kwargs = pytree.tree_unflatten([by_identity.get(id(x), x) for x in leaves], spec)
         watch = _Watch()
-        with _holding(module, given), watch:
+        with _holding(module, by_identity), watch:
             results.extend(_tensors(_forward(model)(*args, **kwargs)))
         if watch.refused is not None:
             raise watch.refused
@@ -100,7 +103,7 @@ def symbolic_trace(
 
 
 def _check_module(module: nn.Module) -> None:
-    """Refuses a module that does things in a call which a trace would not show."""
+    """Refuse a module whose call does things that a trace would not show."""
     if any(getattr(module, hooks) for hooks in _HOOKS):
         raise UntraceableError("the module has hooks of its own, which are not part of it")
     for m in module.modules():
@@ -111,14 +114,15 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
-    """What compile() compiles of a module: its forward, without the hooks around it."""
+    """Return what compile() compiles of a module: its forward, without the hooks around it."""
     return model.forward if isinstance(model, nn.Module) else model
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what changes autograd's work and is no operator; tells the trace the user's line.
+    """Refuse calls that change autograd's work and are no operators, and note the user's line in the trace.
 
-    Once only: what ends a transform on the way out may be a call as well (torch 2.11's vmap).
+    It refuses only once, because the end of a transform on the way out may be a call as well (torch 2.11's
+    vmap).
     """
 
     refused: UntraceableError | None = None
@@ -136,7 +140,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _unseen(name: str) -> str:
-    """What of a call of `name`, or around it, the trace would not show; "" if nothing."""
+    """Return what the trace would not show of a call of `name`, or around it; "" if it shows all."""
     if name in AUTOGRAD_METHODS:
         return f"it calls Tensor.{name}"
     if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
@@ -147,37 +151,38 @@ def _unseen(name: str) -> str:
 
 
 def _lines() -> str:
-    """The lines of the model that are not torch's, the outermost first, as a traceback shows them."""
-    found: list[str] = []
+    """Return the lines of the model that are not torch's, the outermost first, as a traceback shows them."""
+    lines: list[str] = []
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != __file__:
         code = frame.f_code
         if not is_library(code.co_filename):
             text, span = _place(code, frame.f_lasti, frame.f_lineno)
             place = f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n'
-            found.append(place + marked(text, span))
+            lines.append(place + marked(text, span))
         frame = frame.f_back
-    return "".join(reversed(found))
+    return "".join(reversed(lines))
 
 
 @functools.lru_cache(maxsize=65536)
 def _place(code: CodeType, instruction: int, line: int) -> tuple[str, tuple[int, int] | None]:
-    """A line without the blanks around it, and the columns of the call in it."""
-    whole = linecache.getline(code.co_filename, line).rstrip()
-    text = whole.lstrip()
+    """Return a line without the blanks around it, and the columns of the call in it."""
+    full = linecache.getline(code.co_filename, line).rstrip()
+    text = full.lstrip()
     first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if first != line or start is None or end is None:
         return text, None
-    indent = len(whole) - len(text)
-    start, end = (len(whole.encode()[:i].decode()) for i in (start, end if last == line else None))
+    indent = len(full) - len(text)
+    start, end = (len(full.encode()[:i].decode()) for i in (start, end if last == line else None))
     return text, (start - indent, end - indent)
 
 
 @contextmanager
-def _holding(module: nn.Module | None, given: Mapping[int, Tensor]) -> Generator[None]:
-    """`module` with other tensors for its parameters and buffers, naming its submodules in the trace.
+def _holding(module: nn.Module | None, tensors: Mapping[int, Tensor]) -> Generator[None]:
+    """Give `module` other tensors for its parameters and buffers, and name its submodules in the trace, while
+    entered.
 
-    Raises UntraceableError where its code left a tensor in an attribute.
+    Raises UntraceableError if its code leaves a tensor in an attribute.
     """
     if module is None:
         yield
@@ -188,11 +193,11 @@ def _holding(module: nn.Module | None, given: Mapping[int, Tensor]) -> Generator
     hooks = [hook for m, path in paths.items() for hook in _naming(m, path)]
     try:
         for home, name, value in before:
-            home[name] = given[id(value)]  # type: ignore[assignment]
-        known = dict(_kept(paths))
+            home[name] = tensors[id(value)]  # type: ignore[assignment]
+        before_call = dict(_kept(paths))
         yield
         for number, (name, _) in _kept(paths):
-            if number not in known:
+            if number not in before_call:
                 raise UntraceableError(f"it keeps a tensor in {name}")
     finally:
         for hook in hooks:
@@ -202,7 +207,7 @@ def _holding(module: nn.Module | None, given: Mapping[int, Tensor]) -> Generator
 
 
 def _kept(modules: Iterable[nn.Module]) -> Iterator[tuple[int, tuple[str, Tensor]]]:
-    """Tensors in the attributes of modules, by identity: parameters, buffers and what else is there."""
+    """Yield the tensors in the attributes of modules, by identity: parameters, buffers and others."""
     for module in modules:
         for name, value in vars(module).items():
             for leaf in pytree.tree_leaves(value):
@@ -211,7 +216,7 @@ def _kept(modules: Iterable[nn.Module]) -> Iterator[tuple[int, tuple[str, Tensor
 
 
 def _naming(module: nn.Module, path: str) -> tuple[Any, Any]:
-    """Hooks between which the trace's nodes belong to `module`, as Dynamo's do."""
+    """Add hooks between which the trace's nodes belong to `module`, as Dynamo's do, and return them."""
     outer: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -226,7 +231,8 @@ def _naming(module: nn.Module, path: str) -> tuple[Any, Any]:
 
 
 def _check_plain(leaves: list[Any], what: str) -> None:
-    """Containers that pytree knows, numbers and tensors are seen through; in others tensors may hide."""
+    """Raise UntraceableError for objects in which tensors may hide: all but tensors, numbers and containers
+    that pytree knows."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
             raise UntraceableError(f"{what} is a {type(leaf).__name__}")
@@ -269,23 +275,24 @@ def _check_graph(traced: fx.GraphModule) -> None:
 
 
 def _by_first_use(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Puts placeholders into the order in which they are read and drops the others; the inputs likewise."""
-    given = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    used = [n for node in traced.graph.nodes for n in node.all_input_nodes if n in given]
+    """Order the placeholders by their first use, drop those that are never read, and return the inputs in
+    that order."""
+    placeholders = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    used = [n for node in traced.graph.nodes for n in node.all_input_nodes if n in placeholders]
     order = list(dict.fromkeys(used))
     for node in reversed(order):
         first = next(iter(traced.graph.nodes))
         if node is not first:
             first.prepend(node)
-    for node in given:
+    for node in placeholders:
         if not node.users:
             traced.graph.erase_node(node)
     traced.recompile()
-    return tuple(given[node] for node in order)
+    return tuple(placeholders[node] for node in order)
 
 
 def _annotate(traced: fx.GraphModule, inputs: Sequence[Tensor], held: Sequence[bool]) -> None:
-    """Says what Dynamo says of its graphs: which inputs the model holds, and backward need not save."""
+    """Annotate a graph as Dynamo does: which inputs the model holds, and backward need not save."""
     traced.meta["dynamo_compile_id"] = None
     traced._param_name_to_source = {}  # type: ignore[assignment]
     nodes = traced.graph.find_nodes(op="placeholder")

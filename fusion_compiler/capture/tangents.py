@@ -1,8 +1,8 @@
-"""Gradients that nobody sends: those of results that the loss is not computed from.
+"""Compile backward for the gradients that arrive: others are of results that the loss is not computed from.
 
-Autograd fills in zeros. For logits beside a loss that is a tensor of their size, written, read and
-added in vain, at the moment when most memory is in use. So backward is compiled for the gradients
-that do arrive: a constant zero takes the place of each other, and melts into the kernel that reads it.
+Autograd fills in zeros for the others. For logits beside a loss this is a tensor of their size, written, read
+and added in vain, at the moment when most memory is in use. Here a constant zero takes their place, and melts
+into the kernel that reads it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ Boxed = Callable[[list[Any]], Any]
 
 
 def tangents_of(graph: fx.GraphModule) -> tuple[int, ...]:
-    """Positions of the gradients that a backward graph starts from among its placeholders."""
+    """Return the positions, among the placeholders of a backward graph, of the gradients from which it
+    starts."""
     placeholders = graph.graph.find_nodes(op="placeholder")
     return tuple(i for i, node in enumerate(placeholders) if node.name.startswith("tangents"))
 
 
 def separable(results: Sequence[fx.Node | None]) -> bool:
-    """Whether it pays to tell which gradients arrive, from a forward graph's results for the caller:
-    there are several, and zeros in a gradient's place need no sizes that only a call knows."""
+    """True if it pays to compile for the gradients that arrive, from a forward graph's results for the
+    caller: there are several, and zeros in a gradient's place need no sizes that only a call knows."""
     values = [node.meta.get("val") for node in results if node is not None]
     tensors = [v for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
     return len(tensors) > 1 and all(type(v) is FakeTensor and _static(v) for v in tensors)
@@ -42,7 +43,8 @@ def _static(value: torch.Tensor) -> bool:
 
 
 def without(graph: fx.GraphModule, missing: Missing) -> fx.GraphModule:
-    """A copy of a backward graph with zeros for the missing gradients, whose placeholders stay unread."""
+    """Return a copy of a backward graph with zeros for the missing gradients, whose placeholders stay
+    unread."""
     nodes = fx.Graph()
     nodes.output(nodes.graph_copy(graph.graph, {}))
     nodes.output_node().meta = dict(graph.graph.output_node().meta)
@@ -76,7 +78,7 @@ def _zeros(node: fx.Node, meta: dict[str, Any]) -> fx.Node:
 
 
 class Backward:
-    """A backward graph that is compiled for each set of gradients that is missing when it is called.
+    """A backward graph is compiled for each set of gradients that is missing when it is called.
 
     compile: takes a graph, what is missing in it, and a number that tells it from those compiled before.
     several: whether a gradient may be missing; otherwise it is compiled once.
@@ -101,7 +103,7 @@ class Backward:
             return self._compiled[missing]
 
     def prepare(self) -> None:
-        """Compiles it for the gradients that are expected: that of a loss, where one result is a number."""
+        """Compile for the gradients that are expected: the loss's alone, if one result is a number."""
         placeholders = self._graph.graph.find_nodes(op="placeholder")
         dims = [placeholders[i].meta["val"].dim() for i in self._tangents]
         if not dims or dims.count(0) == 1:
@@ -144,8 +146,8 @@ def any_gradients(run: Boxed, graph: fx.GraphModule) -> Boxed:
 
 
 def leave_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` of a trained graph, so that its backward is told which gradients are missing."""
-    own: list[type] = []  # the graph's node in autograd's graph: a class of its own, known once it was seen
+    """Return `run` of a trained graph, so that its backward sees which gradients are missing."""
+    node_types: list[type] = []  # the class of the graph's node in autograd's graph, once it was seen
 
     def call(*args: Any) -> Any:
         results: Sequence[Any] = run(*args)
@@ -154,9 +156,9 @@ def leave_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
             if node is None or not hasattr(node, "set_materialize_grads"):
                 continue
             # A result that is an argument has the node of what made it.
-            if not own and not any(isinstance(a, torch.Tensor) and a.grad_fn is node for a in args):
-                own.append(type(node))
-            if type(node) in own:
+            if not node_types and not any(isinstance(a, torch.Tensor) and a.grad_fn is node for a in args):
+                node_types.append(type(node))
+            if type(node) in node_types:
                 node.set_materialize_grads(False)
                 break
         return results

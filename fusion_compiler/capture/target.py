@@ -149,8 +149,8 @@ def _shown_as_meta(view: _View) -> Generator[None]:
         return of_mode(self, func, types, args, kwargs)
 
     def make_wrapper(cls: type, *args: Any, **kwargs: Any) -> Any:
-        """AOTAutograd's FunctionalTensor has the dispatch keys of the GPU, and asks for its device each time;
-        other subclasses are what their tensors are to C++."""
+        """Return a wrapper subclass. AOTAutograd's FunctionalTensor has the dispatch keys of the GPU, and
+        asks for its device each time; to C++, other subclasses are what their tensors are."""
         if cls is FunctionalTensor and args[_AT_DEVICE] == _META:
             args = (
                 *args[:_AT_DEVICE],
@@ -242,7 +242,7 @@ def _to_options(
     copy: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
-    """Tensor.to by the device that Python sees."""
+    """Compute Tensor.to by the device that Python sees."""
     device = tensor.device if device is None else device
     if tensor.device != _META and device.type in (GPU.type, _META.type):  # not within a meta kernel
         device = GPU

@@ -1,4 +1,4 @@
-"""Operators that PyTorch runs whole in eager and writes out, above autograd, while it traces.
+"""Keep whole the operators that PyTorch runs whole in eager but writes out, above autograd, while it traces.
 
 No table of decompositions sees these: interpolation becomes gathers whose gradient is a scatter; a recurrent
 layer some ten operators for each of its steps; on PyTorch 2.11 the gradient of a running product becomes
@@ -36,7 +36,8 @@ INTERPOLATIONS = tuple(
 
 
 def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tensor:
-    """The gradient [x's shape, x's dtype] of result = cumprod(x, dim), with one division for each element.
+    """Return the gradient [x's shape, x's dtype] of result = cumprod(x, dim), with one division for each
+    element.
 
     Before a row's first zero it is sum(grad * result, from here on) / x; at that zero the sum of grad times
     the products without it; beyond it nothing.
@@ -85,7 +86,7 @@ _INSTEAD: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]] = {
 
 @contextlib.contextmanager
 def traced_gradients() -> Generator[None]:
-    """A context for traces, in which the operators of this file stay whole."""
+    """Keep the operators of this file whole in traces, while entered."""
 
     def become(kernels: dict[OpOverload, dict[DispatchKey, Callable[..., Any]]]) -> None:
         for op, of_keys in kernels.items():
@@ -94,9 +95,9 @@ def traced_gradients() -> Generator[None]:
             op.py_kernels.update(of_keys)
             op._dispatch_cache.clear()
 
-    given = {op: {k: op.py_kernels[k] for k in _KEYS if k in op.py_kernels} for op in _INSTEAD}
+    before = {op: {k: op.py_kernels[k] for k in _KEYS if k in op.py_kernels} for op in _INSTEAD}
     try:
         become(_INSTEAD)
         yield
     finally:
-        become(given)
+        become(before)

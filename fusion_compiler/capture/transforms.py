@@ -1,4 +1,4 @@
-"""Custom autograd functions under `torch.func.grad`, `vjp` or `jvp` within captured code.
+"""Check custom autograd functions under `torch.func.grad`, `vjp` or `jvp` within captured code.
 
 TorchDynamo inlines the forward of such a `torch.autograd.Function` and forgets its backward, so the transform
 would differentiate through the forward instead. Beside `torch.autograd.grad` it keeps the backward, but not

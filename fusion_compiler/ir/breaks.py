@@ -1,8 +1,8 @@
-"""Where TorchDynamo ended a graph early, and what it left alone altogether, read from what it keeps of that.
+"""Read, from TorchDynamo's own records, where it ended a graph early, and which code it left alone.
 
-`torch._dynamo.utils` has both, in torch 2.11 as in 2.13: `graph_break_reasons`, which `torch._dynamo.explain`
-shows, with each place at which a graph ended; and the metrics of each compilation, with the reason for which
-a function was given up. Neither says which thread it was.
+`torch._dynamo.utils` keeps both, in torch 2.11 as in 2.13: `graph_break_reasons`, which
+`torch._dynamo.explain` shows, with each place at which a graph ended; and the metrics of each compilation,
+with the reason for which a function was given up. Neither says which thread it was.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _RECOMPILED = "Dynamo recompile limit exceeded"
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Code that no graph holds: it runs as plain Python, its tensor operations eager.
+    """A graph break is code that no graph holds: it runs as plain Python, its tensor operations eager.
 
-    source: the line, None where TorchDynamo does not say. reason, todo: in its words. function: the name of
-    the function all of which runs so, "" where the graphs before and after the line are compiled.
+    source: the line, None if TorchDynamo does not say it. reason, todo: in its words. function: the name of a
+    function all of which runs so, "" if the graphs before and after the line are compiled.
     """
 
     source: Source | None
@@ -46,7 +46,8 @@ class GraphBreak:
 
     @property
     def deliberate(self) -> bool:
-        """Asked for by PyTorch's own code, as by its optimizers between two pieces of Python."""
+        """True if PyTorch's own code asked for the break, as its optimizers do between two pieces of
+        Python."""
         return self.source is None and "torch._dynamo.graph_break()" in self.reason
 
     @property
@@ -54,28 +55,29 @@ class GraphBreak:
         return GraphBreakError(self.source, reason=self.text, todo=self.todo or "rewrite that line")
 
 
-def breaks_since(known: int, began: int) -> tuple[GraphBreak, ...]:
-    """What was recorded since.
+def breaks_since(reasons_before: int, began: int) -> tuple[GraphBreak, ...]:
+    """Return the graph breaks that were recorded since a moment.
 
-    known: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
+    reasons_before: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
     """
-    found = [_of(r.reason, r.user_stack) for r in graph_break_reasons[known:]]
+    breaks = [_of(r.reason, r.user_stack) for r in graph_break_reasons[reasons_before:]]
     for m in get_compilation_metrics():
         if m.fail_type in GIVEN_UP and (m.start_time_us or 0) >= began // 1000:
             place = [FrameSummary(m.fail_user_frame_filename or "", m.fail_user_frame_lineno or 0, "")]
-            found.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
-    return distinct(found)
+            breaks.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
+    return distinct(breaks)
 
 
 def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
-    """Each once. A line that ends a graph may be why the function around it is given up afterwards."""
-    found = dict.fromkeys(breaks)
-    given_up = {replace(b, function="") for b in found if b.function}
-    return tuple(b for b in found if b not in given_up)
+    """Return each break once. A line that ends a graph may be why the function around it is given up
+    afterwards."""
+    unique = dict.fromkeys(breaks)
+    given_up = {replace(b, function="") for b in unique if b.function}
+    return tuple(b for b in unique if b not in given_up)
 
 
 def of_error(error: Exception) -> GraphBreak:
-    """That for which Dynamo gave up where a graph may not break."""
+    """Return the break for which Dynamo gave up because a graph must not break."""
     cause = error.__cause__ or error  # a limit on recompilations has the reason behind it
     return _of(str(cause), getattr(cause, "real_stack", ()))
 
@@ -95,7 +97,7 @@ def _of(text: str, frames: Iterable[FrameSummary], function: str = "") -> GraphB
 
 
 def _place(frames: Iterable[FrameSummary]) -> Source | None:
-    """The innermost line outside of torch."""
+    """Return the innermost line outside of torch."""
     for frame in reversed(list(frames)):
         if frame.filename and not is_library(frame.filename):
             line = frame.lineno or 0
@@ -104,5 +106,5 @@ def _place(frames: Iterable[FrameSummary]) -> Source | None:
 
 
 def _function(name: str | None, reason: str | None) -> str:
-    """The function that was given up; none where earlier graphs of it are still used."""
+    """Return the name of the function that was given up; "" if earlier graphs of it are still used."""
     return "" if not name or _RECOMPILED in (reason or "") else name

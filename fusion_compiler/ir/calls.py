@@ -1,4 +1,4 @@
-"""Of which ATen call of the uncompiled model a node of a captured graph is a piece.
+"""Find the ATen call of the uncompiled model of which a node of a captured graph is a piece.
 
 Tracing notes what it takes apart: below autograd the operator (`original_aten`), and throughout the node
 of the model's own graph (`from_node`). An operator that eager computes in one call may be taken apart above
@@ -22,7 +22,7 @@ _MARK = "fusion_compiler.call"  # of a backward node: the node of the model whos
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """The ATen call of the uncompiled model that an op is a piece of.
+    """A call is the ATen call of the uncompiled model of which an op is a piece.
 
     target: its operator's name. key: tells two calls of one operator apart. backward: made by autograd.
     """
@@ -33,12 +33,12 @@ class EagerCall:
 
 
 def name_of(operator: Any) -> str:
-    """`add` of aten.add.Tensor, `flex_attention` of the higher-order operator."""
+    """Return `add` for aten.add.Tensor, `flex_attention` for the higher-order operator."""
     return str(getattr(operator, "_opname", None) or getattr(operator, "__name__", ""))
 
 
 def call_of(node: fx.Node) -> EagerCall | None:
-    """The call that a node is a piece of; None for a node that came of no ATen call."""
+    """Return the call of which a node is a piece, or None for a node that stems from no ATen call."""
     original = node.meta.get("original_aten")
     if original is None:
         return None
@@ -56,9 +56,9 @@ def call_of(node: fx.Node) -> EagerCall | None:
 
 
 def mark_gradients(joint: fx.Graph) -> None:
-    """Tell the backward nodes of a joint graph what they are the gradient of, where that was taken apart
-    above autograd. The first node with a number is the one that autograd gave it to."""
-    made: dict[object, tuple[str, str]] = {}
+    """Mark the backward nodes of a joint graph with the operator whose gradient they compute, if it was taken
+    apart above autograd. The first node with a number is the one to which autograd gave it."""
+    marks: dict[object, tuple[str, str]] = {}
     for node in joint.nodes:
         number, original = node.meta.get("seq_nr"), node.meta.get("original_aten")
         if number is None or original is None:
@@ -66,15 +66,16 @@ def mark_gradients(joint: fx.Graph) -> None:
         if not is_backward(node):
             target, origin = _model_call(node)
             if _is_floating(node):
-                made.setdefault(number, (target if target != name_of(original) else "", origin))
-        elif made.get(number, ("", ""))[0]:
-            node.meta[_MARK] = made[number]
+                marks.setdefault(number, (target if target != name_of(original) else "", origin))
+        elif marks.get(number, ("", ""))[0]:
+            node.meta[_MARK] = marks[number]
     _mark_sums(joint)
 
 
 def _mark_sums(joint: fx.Graph) -> None:
-    """Gradients along several ways within one operator are added up. Sums that only its pieces read are
-    pieces too, as is each sum that adds one of its gradients to another, whatever else either holds."""
+    """Mark the sums that add up gradients along several ways within one operator. Sums that only its
+    pieces read are pieces too, as is each sum that adds one of its gradients to another, whatever else
+    either holds."""
     sums = [n for n in joint.nodes if n.target is _ADD and is_backward(n) and _MARK not in n.meta]
     for node in reversed(sums):
         marks = {n.meta.get(_MARK) for n in node.users}
@@ -93,16 +94,16 @@ def _mark_sums(joint: fx.Graph) -> None:
 
 
 def _model_call(node: fx.Node) -> tuple[str, str]:
-    """(operator, name) of the node of the model that a forward node comes from; no operator where that is not
-    taken apart above autograd, or in eager as well."""
+    """Return (operator, name) of the node of the model from which a forward node comes; the operator is "" if
+    it is not taken apart above autograd, or if eager takes it apart as well."""
     origins: list[Any] = list(node.meta.get("from_node") or ())
     return (_one_call(str(origins[0].target)), str(origins[0].name)) if origins else ("", "")
 
 
 @functools.cache
 def _one_call(target: str) -> str:
-    """The name of an ATen operator that a Python kernel of torch's takes apart above autograd, and that eager
-    computes in one call: some form of it has a kernel of its own. "" for others."""
+    """Return the name of an ATen operator that a Python kernel of torch's takes apart above autograd, and
+    that eager computes in one call: some form of it has a kernel of its own. Return "" for others."""
     namespace, name, form = (*target.split("."), "", "")[:3]
     packet = getattr(torch.ops.aten, name, None) if namespace == "aten" and name else None
     overload = getattr(packet, form, None)

@@ -1,4 +1,4 @@
-"""Structural identity: clusters that need the same kernel become equal, so it is compiled once."""
+"""Make clusters that need the same kernel equal, so that it is compiled once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fusion_compiler.ir.writes import base_of
 
 @dataclass(frozen=True)
 class Canonical:
-    """The tile programs of a cluster with tensors named by position; equal for clusters with the same kernel.
+    """A canonical form has the tile programs of a cluster with tensors named by position; it is equal for
+    clusters with the same kernel.
 
     Equal clusters' fx subgraphs may also replace each other; `device` is part of the key because they create
     constants on it.

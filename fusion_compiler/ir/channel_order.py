@@ -1,4 +1,4 @@
-"""A copy of a tensor in another memory format, whose gradient comes back with the tensor's own strides.
+"""Copy a tensor into another memory format, so that its gradient comes back with the tensor's own strides.
 
 PyTorch's `contiguous` passes a gradient on in whatever order it has. The gradient of a parameter would then
 leave the compiled backward pass with other strides than the parameter, and autograd would copy it, one launch

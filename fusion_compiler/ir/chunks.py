@@ -1,12 +1,12 @@
-"""A part of a graph that runs one chunk of rows after the other, so that what it makes is never whole in
+"""Run a part of a graph for one chunk of rows after the other, so that what it computes is never whole in
 memory.
 
     loss, dh, dw = chunked(h, w, labels)
 
 calls its body with rows 0 to 2047 of `h` and `labels` and all of `w`, then with rows 2048 to 4095, and so on,
 and puts the bodies' results together: side by side where they have the rows, added up where they are sums
-over them. Products over the rows are not the body's: each chunk's is added to those before it in float32, in
-the same call.
+over them. Products over the rows are not part of the body: each chunk's is added to those before it in
+float32, in the same call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The dimensions of a tensor that hold the rows, in row-major order: start, ..., stop - 1."""
+    """The rows of a tensor lie in its dimensions start, ..., stop - 1, in row-major order."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A result that has the rows: the chunks' side by side. rows: its dimensions of them; shape: its
+    """A joined result has the rows: the chunks' side by side. rows: its dimensions of them; shape: its
     shape."""
 
     source: int
@@ -44,7 +44,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A sum over the rows: the chunks' added up, and then converted to `dtype`."""
+    """An added result is a sum over the rows: the chunks' added up, and then converted to `dtype`."""
 
     source: int
     dtype: torch.dtype
@@ -52,7 +52,8 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Multiplied:
-    """The product over the rows of the body's results `left`, of shape (m, rows), and `right`, (rows, n)."""
+    """A multiplied result is the product over the rows of the body's results `left`, of shape (m, rows), and
+    `right`, (rows, n)."""
 
     left: int
     right: int
@@ -64,7 +65,7 @@ Result = Joined | Added | Multiplied  # numbers are positions among the body's r
 
 @dataclass(frozen=True, eq=False)
 class Chunked:
-    """The loop, called with the inputs; it returns a tuple of tensors, one for each of `results`.
+    """The loop is called with the inputs, and returns a tuple of tensors, one for each of `results`.
 
     name: of the product whose rows these are. rows: how many there are. chunk: how many at a time; the last
     has what is left. inputs: for each input where its rows are, None for one that every chunk reads whole.
@@ -90,7 +91,7 @@ class Chunked:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each chunk."""
+        """Return the rows of each chunk."""
         return tuple(min(self.chunk, self.rows - first) for first in range(0, self.rows, self.chunk))
 
     @property
@@ -105,8 +106,8 @@ class Chunked:
         return f"{self.__name__} ({self.count} x {self.chunk} {self.unit})"
 
     def beside(self, results: Sequence[tuple[int, torch.dtype]]) -> int:
-        """Bytes that are in use while it runs, beside its operands and results: a chunk's, and sums that are
-        not rounded yet. results: elements and dtype of each."""
+        """Return the bytes that are in use while it runs, beside its operands and results: a chunk's, and
+        sums that are not rounded yet. results: elements and dtype of each."""
         sums = sum(
             elements * wide(dtype).itemsize
             for result, (elements, dtype) in zip(self.results, results, strict=True)
@@ -116,7 +117,7 @@ class Chunked:
 
     @property
     def size(self) -> str:
-        """ "4 chunks of 2048 rows, 2.10 GB never stored" """
+        """Return "4 chunks of 2048 rows, 2.10 GB never stored"."""
         return f"{self.count} chunks of {self.chunk} {self.unit}, {self.saved / 1e9:.2f} GB never stored"
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -142,7 +143,7 @@ class Chunked:
 
 
 def flattened(x: Tensor, rows: Rows) -> Tensor:
-    """`x` with all its rows in the last of their dimensions; the others have one element."""
+    """Return `x` with all its rows in the last of their dimensions; the others have one element."""
     total = math.prod(x.shape[rows.start : rows.stop])
     return x.reshape(
         *x.shape[: rows.start], *[1] * (rows.stop - rows.start - 1), total, *x.shape[rows.stop :]
@@ -150,7 +151,7 @@ def flattened(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int, rows: int) -> Tensor:
-    """The result so far, with the chunk that begins at row `first` of all `rows`."""
+    """Return the result so far, with the chunk that begins at row `first` of all `rows`."""
     if isinstance(result, Joined):
         value, dim = values[result.source], result.rows.stop - 1
         if total is None:
@@ -164,7 +165,7 @@ def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int
 
 
 def _product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """left @ right + total in the accumulators' dtype, `total` overwritten."""
+    """Return left @ right + total in the accumulators' dtype; `total` is overwritten."""
     dtype = wide(left.dtype)
     if dtype != left.dtype and left.is_cuda:  # the tensor cores' own accumulators, not rounded to 16 bits
         if total is None:
@@ -183,5 +184,5 @@ def _finished(total: Any, result: Result) -> Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums over chunks are kept."""
+    """Return the dtype in which sums over chunks are kept."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

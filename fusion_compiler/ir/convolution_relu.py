@@ -1,6 +1,7 @@
-"""A convolution of images and what its library does to the result before it is stored: a sum, and ReLU.
+"""Define a convolution of images with what its library does to the result before it is stored: a sum, and
+ReLU.
 
-An operator of its own, which any device has; cuDNN has one kernel for it. No gradient: what ReLU hides is not
+Any device has this operator; cuDNN has one kernel for it. It has no gradient, because what ReLU hides is not
 kept.
 """
 
@@ -31,12 +32,12 @@ def _written_out(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """input: [n, c, h, w], weight: [k, c, r, s], bias: [k], addend: of the result's shape, all of one float
-    dtype -> relu(convolution(input, weight) + bias + addend)."""
-    made = torch.ops.aten.convolution.default(
+    """Return relu(convolution(input, weight) + bias + addend). input: [n, c, h, w], weight: [k, c, r, s],
+    bias: [k], addend: of the result's shape, all of one float dtype."""
+    result = torch.ops.aten.convolution.default(
         input, weight, bias, stride, padding, dilation, False, [0] * len(stride), 1
     )
-    return torch.relu(made if addend is None else made + addend)
+    return torch.relu(result if addend is None else result + addend)
 
 
 torch.library.impl(NAME, "CompositeExplicitAutograd")(_written_out)
@@ -44,13 +45,13 @@ torch.library.register_fake(NAME)(_written_out)
 
 
 def is_one_kernel() -> bool:
-    """Whether the library that this PyTorch has does all of it at once."""
+    """True if the library that this PyTorch has computes all of it at once."""
     return torch.version.hip is None and torch._C._get_cudnn_enabled()
 
 
 @torch.library.impl(NAME, "CUDA")
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, *sizes: Any) -> Tensor:
-    """The sum is rounded once, behind ReLU."""
+    """Return the result on a GPU. The sum is rounded once, behind ReLU."""
     if not is_one_kernel():
         return _written_out(input, weight, bias, addend, *sizes)
     library: Any = torch

@@ -1,4 +1,4 @@
-"""Measured times of convolutions of images in 16 bits, with channels first and with channels last.
+"""Predict times of convolutions of images in 16 bits from measurements, with channels first and last.
 
 The rows are what `python -m benchmarks channel-order` printed on one H200 with PyTorch 2.11.0, CUDA 13.0 and
 cuDNN 9.19, bfloat16, on 2026-11-27. A convolution that was not measured takes as long as the most similar one
@@ -32,7 +32,8 @@ USUAL_BATCH = 64  # assumed where the batch is a symbol
 
 @dataclass(frozen=True)
 class Convolution:
-    """Images [batch, inputs, side, side] by kernels [outputs, inputs / groups, kernel, kernel].
+    """A convolution multiplies images [batch, inputs, side, side] by kernels [outputs, inputs / groups,
+    kernel, kernel].
 
     side: of images that are not square, that of a square of as many pixels. kernel, stride, dilation: the
     largest along a dimension.
@@ -49,31 +50,31 @@ class Convolution:
 
     @property
     def kind(self) -> tuple[bool, ...]:
-        """What the most similar measured convolution must share: dense, depthwise, multiplied, dilated, and
-        of widths that have fast kernels."""
+        """Return what the most similar measured convolution must share: dense, depthwise, multiplied,
+        dilated, and of widths that have fast kernels."""
         one = self.inputs == self.groups
         fast = self.groups > 1 and all(width in WIDTHS for width in self.widths)
         return self.groups == 1, one and self.outputs == self.groups, one, self.dilation > 1, fast
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Input channels and output channels of a group."""
+        """Return the input channels and output channels of a group."""
         return self.inputs // self.groups, self.outputs // self.groups
 
     @property
     def elements(self) -> int:
-        """Elements of the image and of the result."""
+        """Return the elements of the image and of the result."""
         return self.batch * (self.inputs * self.side**2 + self.outputs * (self.side // self.stride) ** 2)
 
     @property
     def copy_us(self) -> float:
-        """Microseconds in which the image and the result are copied to the other order."""
+        """Return the microseconds in which the image and the result are copied to the other order."""
         return 1e6 * 2 * 2 * self.elements / TURN
 
     @property
     def padded(self) -> Convolution | None:
-        """The convolution with groups padded to the next fast widths; None for one group, for groups of one
-        channel or of more than the widest, and if both widths are fast."""
+        """Return the convolution with groups padded to the next fast widths; None for one group, for groups
+        of one channel or of more than the widest, and if both widths are fast."""
         wider = [next((fast for fast in WIDTHS if fast >= width), None) for width in self.widths]
         if self.groups in (1, self.inputs) or None in wider or tuple(wider) == self.widths:
             return None
@@ -129,8 +130,8 @@ def faster_is_last(convolution: Convolution, which: str, last: bool) -> bool:
     times = microseconds(convolution, which)
     if times is None:
         return last
-    here, there = (times[1], times[0]) if last else times
-    return last != (there + convolution.copy_us < GAIN * here)
+    here, other = (times[1], times[0]) if last else times
+    return last != (other + convolution.copy_us < GAIN * here)
 
 
 def shortest(convolution: Convolution, which: str, last: bool) -> float:
@@ -139,8 +140,8 @@ def shortest(convolution: Convolution, which: str, last: bool) -> float:
     times = microseconds(convolution, which)
     if times is None:
         return 0
-    here, there = (times[1], times[0]) if last else times
-    return min(here, there + convolution.copy_us if there + convolution.copy_us < GAIN * here else inf)
+    here, other = (times[1], times[0]) if last else times
+    return min(here, other + convolution.copy_us if other + convolution.copy_us < GAIN * here else inf)
 
 
 def padding_refusal(convolution: Convolution, passes: Sequence[str]) -> str:
@@ -175,8 +176,9 @@ Times = tuple[float, float, float]
 
 
 def _row(sizes: str, first: str, last: str) -> tuple[Convolution, Times, Times]:
-    """sizes: batch, inputs, outputs, side, kernel, stride, groups and, if it is not 1, dilation; first, last:
-    microseconds of forward, gradient of the image and gradient of the weight."""
+    """Return a row of the table. sizes: batch, inputs, outputs, side, kernel, stride, groups and, if it
+    is not 1, dilation; first, last: microseconds of forward, gradient of the image and gradient of the
+    weight."""
     a, b = (tuple(map(float, times.split())) for times in (first, last))
     return Convolution(*map(int, sizes.split())), (a[0], a[1], a[2]), (b[0], b[1], b[2])
 

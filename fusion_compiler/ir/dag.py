@@ -1,4 +1,4 @@
-"""The operator DAG: a networkx.DiGraph of frozen Op records, read from an fx graph."""
+"""Read an fx graph as the operator DAG: a networkx.DiGraph of frozen Op records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an op comes from in the user's model."""
+    """A source says where an op comes from in the user's model."""
 
     module: str  # "model.layers.0.mlp"
     file: str
@@ -41,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape and strides in elements; integers, or sympy expressions of the graph's symbols."""
+    """The object has shape and strides in elements: integers, or sympy expressions of the graph's symbols."""
 
     shape: tuple[Dim, ...]
     stride: tuple[Dim, ...]
@@ -51,21 +51,21 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that is another op's result."""
+    """A Ref is an argument that is another op's result."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operator.
+    """An op is one operator of the graph.
 
     inputs: the names of the ops that it reads, in the order of the arguments. An op that two arguments name
     is listed once, so a position says nothing about an argument, and a Collection has none: see `operand`.
-    args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result.
-    flops, bytes: what it computes, and what it reads and writes when it runs alone.
-    pinned: its value is one number wherever it is made or held, as something that jumps depends on it.
-    rounds: its value is rounded to its dtype even where it is not stored: see `round_trips`.
+    args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result. flops, bytes: what
+    it computes, and what it reads and writes when it runs alone. pinned: its value is one number wherever it
+    is computed or held, as something that jumps depends on it. rounds: its value is rounded to its dtype even
+    where it is not stored: see `round_trips`.
     """
 
     name: str
@@ -84,7 +84,8 @@ class Op:
 
     @property
     def first(self) -> str:
-        """The first op that it reads: the operand of a view, a cast or another operator of one tensor."""
+        """Return the first op that it reads: the operand of a view, a cast or another operator of one
+        tensor."""
         return next(iter(self.inputs))
 
     def operand(self, argument: str) -> str:
@@ -97,10 +98,11 @@ class Op:
 
 @dataclass(frozen=True)
 class OpDag:
-    """graph: nodes are op names with attribute `op`; edges producer -> consumer.
+    """An OpDag has the operators of one fx graph. graph: nodes are op names with attribute `op`; edges
+    producer -> consumer.
 
-    inputs: names of placeholders and attributes; outputs: names of what the graph returns.
-    most: of sizes of products that are only known at run time, those that are few: what they are at most.
+    inputs: names of placeholders and attributes; outputs: names of what the graph returns. most: upper bounds
+    of those sizes of products that are only known at run time but are few.
     """
 
     graph: nx.DiGraph[str]
@@ -111,7 +113,7 @@ class OpDag:
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:
-        """The fx nodes, by name."""
+        """Return the fx nodes, by name."""
         return {node.name: node for node in self.module.graph.nodes}
 
     @cached_property
@@ -123,7 +125,7 @@ class OpDag:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """Names in execution order."""
+        """Return the names in execution order."""
         return tuple(self.graph.nodes)
 
     def consumers(self, name: str) -> tuple[str, ...]:
@@ -142,7 +144,7 @@ CONTRACTIONS = frozenset({
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """The class of an fx node: from the operator table, else contraction by name, else opaque."""
+    """Return the class of an fx node: from the operator table, else contraction by name, else opaque."""
     if node.target is operator.getitem:
         parent = node.args[0]
         return (
@@ -160,8 +162,8 @@ def kind_of(node: fx.Node) -> Kind:
 
 
 def dim_of(size: int | torch.SymInt) -> Dim:
-    """An integer as it is; a SymInt as its sympy expression, or as an integer where it is constant: also as 1
-    where a guard says so, by which an operator may have broadcast."""
+    """Return an integer as it is, and a SymInt as its sympy expression, or as an integer if it is constant:
+    also as 1 if a guard says so, by which an operator may have broadcast."""
     if isinstance(size, int):
         return size
     expr = sympy.expand(size.node.expr)
@@ -171,15 +173,15 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 
 def most_of(size: int | torch.SymInt) -> int | None:
-    """The least of ROW_RANGES that guards keep a size within; None where there is none, it may be zero, or it
-    is known."""
+    """Return the least of ROW_RANGES within which guards keep a size; None if there is none, the size may be
+    zero, or it is known."""
     if isinstance(size, int) or not statically_known_true(size >= 1):
         return None
     return next((most for most in ROW_RANGES if statically_known_true(size <= most)), None)
 
 
 def step_of(stride: int | torch.SymInt) -> Dim:
-    """A stride like a size; Max(1, n) is n: where n is 0 the tensor is empty and no stride counts."""
+    """Return a stride like a size. Max(1, n) is n: where n is 0 the tensor is empty and no stride counts."""
     dim = dim_of(stride)
     if isinstance(dim, int) or not dim.has(Max):
         return dim
@@ -191,7 +193,7 @@ def step_of(stride: int | torch.SymInt) -> Dim:
 
 
 def metas_of(value: object) -> tuple[TensorMeta, ...]:
-    """TensorMeta of every tensor in an fx node's `val`; empty for symbolic integers and None."""
+    """Return the TensorMeta of every tensor in an fx node's `val`; none for symbolic integers and None."""
     if isinstance(value, torch.Tensor):
         shape = tuple(map(dim_of, value.shape))
         strided = value.layout is torch.strided
@@ -203,7 +205,7 @@ def metas_of(value: object) -> tuple[TensorMeta, ...]:
 
 
 def _argument(arg: object) -> object:
-    """An fx argument with nodes as Ref, symbolic integers as Dim, containers as tuples."""
+    """Return an fx argument with nodes as Ref, symbolic integers as Dim, containers as tuples."""
     if isinstance(arg, fx.Node):
         value = arg.meta.get("val")
         return dim_of(value) if isinstance(value, int | torch.SymInt) else Ref(arg.name)
@@ -222,7 +224,7 @@ _SUMMED = {
 
 
 def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorMeta], hints: Hints) -> int:
-    """Arithmetic of one op: table rows by element, matrix products by their inner dimension.
+    """Return the arithmetic of one op: table rows by element, matrix products by their inner dimension.
 
     inputs: what the op reads, each tensor once.
     """
@@ -269,14 +271,16 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
 
 
 def nbytes(metas: Iterable[TensorMeta], hints: Hints | None = None) -> int:
-    """Sizes that are estimated, as the length that a convolution leaves, may come out below zero."""
+    """Return the bytes of tensors. An estimated size, such as the length that a convolution leaves, counts as
+    zero if it comes out negative."""
     return sum(max(0, numel(m.shape, hints)) * m.dtype.itemsize for m in metas)
 
 
 def _moved(
     node: fx.Node, outputs: Sequence[TensorMeta], reads: Mapping[fx.Node, Sequence[TensorMeta]], hints: Hints
 ) -> int:
-    """Bytes that an op reads and writes when it runs alone: of matrices that rows choose, one a row."""
+    """Return the bytes that an op reads and writes when it runs alone; if rows choose matrices, one matrix a
+    row."""
     into = [node.args[i] for i in written(node.target) if i < len(node.args)]
     outputs = () if written(node.target) else outputs
     moved = sum(nbytes(metas, hints) for metas in (outputs, *(m for n, m in reads.items() if n not in into)))
@@ -294,22 +298,22 @@ CONVERSIONS = frozenset({
 
 
 def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Conversions to 16 bits that are written in the model's code and undone there, as in x.half().float():
-    nobody writes both but to round. Those of autocast, of decompositions and of gradients say only in which
-    dtype a result is wanted."""
-    found: set[fx.Node] = set()
+    """Return conversions to 16 bits that are written in the model's code and undone there, as in
+    x.half().float(): nobody writes both but to round. Conversions of autocast, of decompositions and of
+    gradients say only in which dtype a result is wanted."""
+    rounded: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_written(node):
             source = node.all_input_nodes[0]
             while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
                 source = source.all_input_nodes[0]
             if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
-                found.add(source)
-    return frozenset(found)
+                rounded.add(source)
+    return frozenset(rounded)
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether a node is a conversion between float dtypes that the model's code asks for."""
+    """True if a node is a conversion between float dtypes that the model's code asks for."""
     original, origins = node.meta.get("original_aten"), node.meta.get("from_node")
     names = [getattr(node.target, "_opname", ""), getattr(original, "_opname", "_to_copy")]
     if origins:
@@ -366,7 +370,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
 
 
 def size_hints(inputs: Sequence[Any]) -> Hints:
-    """The sizes that symbols had when the graph was captured."""
+    """Return the sizes that symbols had when the graph was captured."""
     hints: dict[sympy.Symbol, int] = {}
     for value in inputs:
         dims: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else (value,)

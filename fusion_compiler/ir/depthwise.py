@@ -1,4 +1,4 @@
-"""Convolutions of each channel with a kernel of its own, and their gradients, as operators of one result.
+"""Define convolutions of each channel with its own kernel, and their gradients, as operators of one result.
 
     convolution(x, w, None, *geometry, False, _, channels)   ->   depthwise(x, w, *geometry)
     convolution_backward(g, x, w, ..., [True, True, _])      ->   depthwise_input_gradient(g, w, ...),

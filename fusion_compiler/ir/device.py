@@ -1,4 +1,4 @@
-"""What the cost model knows about a GPU: one row of hardware numbers per device, all in this file.
+"""List what the cost model knows about a GPU: one row of hardware numbers per device, all in this file.
 
 Throughputs are written as the vendor's architecture guides give them (lanes per multiprocessor and
 clock) and multiplied out by properties. Copy bandwidth was measured on an H200: 4.28e12 B/s of its
@@ -25,7 +25,8 @@ DEFAULT = "h200"
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One GPU. "sm" is a streaming multiprocessor or a compute unit; bandwidths are in bytes a second.
+    """A row describes one GPU. "sm" is a streaming multiprocessor or a compute unit; bandwidths are in bytes
+    a second.
 
     patterns: lower-case substrings of the device name that the driver reports.
     target: what kernels are compiled for ("sm_90", "gfx942").
@@ -61,7 +62,7 @@ class DeviceSpec:
 
     @cached_property
     def fp32_per_s(self) -> float:
-        """float32 multiply-adds a second; also the rate at which instructions issue."""
+        """Return the float32 multiply-adds a second; also the rate at which instructions issue."""
         return self.sms * self.fp32_lanes * self.clock
 
     @cached_property
@@ -70,23 +71,23 @@ class DeviceSpec:
 
     @cached_property
     def special_per_s(self) -> float:
-        """exp2, log2, reciprocal, square root, tanh.approx a second."""
+        """Return how many exp2, log2, reciprocal, square root or tanh.approx a second run."""
         return self.sms * self.special_lanes * self.clock
 
     @cached_property
     def integer_per_s(self) -> float:
-        """32-bit integer multiply-adds and logic a second."""
+        """Return the 32-bit integer multiply-adds and logic operations a second."""
         return self.sms * self.integer_lanes * self.clock
 
     @property
     def dependent_launch(self) -> bool:
-        """Whether it has programmatic dependent launch, as NVIDIA's have from Hopper on."""
+        """True if the device has programmatic dependent launch, as NVIDIA's have from Hopper on."""
         family, _, number = self.target.partition("_")
         return family == "sm" and int(number) >= 90
 
     @cached_property
     def random_per_s(self) -> float:
-        """Philox numbers a second when all four lanes of a call are used."""
+        """Return the Philox numbers a second when all four lanes of a call are used."""
         return 4 * self.integer_per_s / PHILOX_INSTRUCTIONS
 
 
@@ -173,7 +174,7 @@ _BY_NAME = {spec.name: spec for spec in DEVICES}
 
 
 def device_spec(device: str | torch.device) -> DeviceSpec:
-    """The row of a device: by its own name ("a100") or for a torch device ("cuda:0").
+    """Return the row of a device, by its own name ("a100") or for a torch device ("cuda:0").
 
     A CPU or meta device, and a CUDA device on a machine that has none, plan for an H200. A GPU that
     no row names gets one made from its driver's properties, with a FusionWarning.
@@ -196,7 +197,7 @@ def device_spec(device: str | torch.device) -> DeviceSpec:
 
 
 def spec_of_properties(properties: Any) -> DeviceSpec:
-    """The row whose pattern is in the driver's device name, else one made from the properties.
+    """Return the row whose pattern is in the driver's device name, or else one made from the properties.
 
     Either way the number of multiprocessors is the driver's: a partition or a smaller variant of a
     known GPU has fewer, and proportionally less L2 traffic.
@@ -220,7 +221,8 @@ def spec_of_properties(properties: Any) -> DeviceSpec:
 
 
 def _from_driver(properties: Any, name: str, sms: int) -> DeviceSpec:
-    """Scale the nearest known row: same target family, else the default."""
+    """Return the nearest row, scaled to the driver's properties: of the same target family, or else the
+    default."""
     amd = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
     target = str(amd).split(":")[0] if amd else f"sm_{properties.major}{properties.minor}"
     family = target[:-1]

@@ -1,4 +1,4 @@
-"""Sizes: integers, or sympy expressions of positive integer symbols if shapes are dynamic."""
+"""Compute with sizes: integers, or sympy expressions of positive integer symbols if shapes are dynamic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that only eager's kernels decide: those that they refuse, or answer by PyTorch's version.
+"""Recognise calls that only eager's kernels decide: those that they refuse, or answer by PyTorch's version.
 
 PyTorch's meta kernels and decompositions check less than its kernels: gelu of integers has a meta kernel, and
 no other. Versions differ in what a clamp does with a bound that the dtype cannot hold. Such a call is neither
@@ -60,7 +60,7 @@ def refuses(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 def refuses_node(node: fx.Node) -> bool:
-    """`refuses` for a node of a traced graph."""
+    """True if eager is known to raise an error for a node of a traced graph."""
     if not checks_of(node.target):
         return False
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
@@ -68,7 +68,7 @@ def refuses_node(node: fx.Node) -> bool:
 
 
 def checks_of(target: object) -> tuple[Callable[[Arguments], Any], ...]:
-    """The checks of an operator, each of which is True for arguments that eager refuses."""
+    """Return the checks of an operator, each of which is True for arguments that eager refuses."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return ()
     return (*_CHECKS.get(target._opname, ()), *_CHECKS.get(f"{target._opname}.{target._overloadname}", ()))
@@ -124,7 +124,7 @@ def _without(shape: Sequence[Any], dim: int) -> list[Any]:
 
 
 def _is_smaller_than(*names: str) -> Callable[[Arguments], bool]:
-    """A check that is True where one of these tensors does not broadcast to the shape of `self`."""
+    """Return a check that is True if one of these tensors does not broadcast to the shape of `self`."""
 
     def check(call: Arguments) -> bool:
         shape = call["self"].shape
@@ -138,32 +138,35 @@ def _is_smaller_than(*names: str) -> Callable[[Arguments], bool]:
 
 
 def _does_not_divide(call: Arguments) -> bool:
-    """pixel_unshuffle: height and width are multiples of the factor."""
+    """True for a pixel_unshuffle unless height and width are multiples of the factor."""
     sizes, factor = call["self"].shape[-2:], call["downscale_factor"]
     return factor > 0 and any(type(n) is int and n % factor for n in sizes)
 
 
 def _adds_other_rows(call: Arguments) -> bool:
-    """index_add: the source has the shape of what it is added to, but for the dimension of the index."""
+    """True for an index_add unless the source has the shape of what it is added to, but for the dimension of
+    the index."""
     x, source = call["self"], call["source"]
     rest = (_without(t.shape, call["dim"]) for t in (x, source))
     return x.dim() != source.dim() or _differ(*rest)
 
 
 def _selects_wrongly(call: Arguments) -> bool:
-    """index_select: integers along a dimension, one of them for a tensor without dimensions."""
+    """True for an index_select unless it takes integers along a dimension, one of them for a tensor without
+    dimensions."""
     x, index = call["self"], call["index"]
     several = not x.dim() and index.dim() and _differ(index.shape, (1,))
     return several or index.dtype not in (torch.int32, torch.int64) or _has_no_such_dim(call)
 
 
 def _has_float_indices(call: Arguments) -> bool:
-    """embedding: the indices are integers."""
+    """True for an embedding unless the indices are integers."""
     return call["indices"].dtype not in (torch.int32, torch.int64)
 
 
 def _copies_wrongly(call: Arguments) -> bool:
-    """index_copy: a place for each slice of a source with as many dimensions; one place if there are none."""
+    """True for an index_copy unless there is a place for each slice of a source with as many dimensions, or
+    one place if there are none."""
     x, source, index = call["self"], call["source"], call["index"]
     if index.dtype is not torch.int64 or (x.dim() and source.dim() and x.dim() != source.dim()):
         return True
@@ -171,7 +174,7 @@ def _copies_wrongly(call: Arguments) -> bool:
 
 
 def _replaces_another_shape(call: Arguments) -> bool:
-    """select_scatter: the source has the shape of the slice, which lies inside."""
+    """True for a select_scatter unless the source has the shape of the slice, which lies inside."""
     x, dim, index = call["self"], call["dim"], call["index"]
     if _is_outside(dim, x.dim()) or _differ(_without(x.shape, dim), call["src"].shape):
         return True
@@ -180,23 +183,24 @@ def _replaces_another_shape(call: Arguments) -> bool:
 
 
 def _puts_another_dtype(call: Arguments) -> bool:
-    """index_put: the values have the dtype of what they replace or are added to."""
+    """True for an index_put unless the values have the dtype of what they replace or are added to."""
     return call["values"].dtype is not call["self"].dtype
 
 
 def _has_other_pixels(call: Arguments) -> bool:
-    """nll_loss2d: there is a target for each pixel of each image."""
+    """True for an nll_loss2d unless there is a target for each pixel of each image."""
     return _differ(_without(call["self"].shape, 1), call["target"].shape)
 
 
 def _inverts_integers(call: Arguments) -> bool:
-    """pow: integers have no negative powers."""
+    """True for a pow of integers with a negative exponent."""
     negative = type(call["exponent"]) is int and call["exponent"] < 0
     return negative and not _has_floats({"self": call["self"]})
 
 
 def _is_bounded_outside(call: Arguments) -> bool:
-    """clamp: by PyTorch's version, a bound outside of the dtype wraps around, is an error or is ignored."""
+    """True for a clamp of integers with a bound outside of the dtype: by PyTorch's version it wraps around,
+    is an error or is ignored."""
     x = call["self"]
     if x.dtype is torch.bool or not _has_integers({"self": x}):
         return False

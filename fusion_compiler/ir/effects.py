@@ -1,4 +1,6 @@
-"""Calls that run exactly once: they draw random numbers, or are made for what they do, not for a result."""
+"""Recognise calls that run exactly once: they draw random numbers, or are made for what they do, not for a
+result.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def is_impure(node: fx.Node, *args: Any, **kwargs: Any) -> bool:
-    """`fx.Node.is_impure`, which dead-code elimination asks, and True for each call that has an effect.
+    """True if `fx.Node.is_impure`, which dead-code elimination asks, is True, and for each call that has an
+    effect.
 
     PyTorch lists such operators one by one. `_assert_async` without a message, and operators of a user that
     return nothing, are not in its list.

@@ -1,7 +1,7 @@
-"""Rows times matrices of which each row chooses one, as a mixture of experts has them.
+"""Multiply rows by matrices of which each row chooses one, as a mixture of experts does.
 
-An operator of its own, so that what is chosen is never gathered in memory: a cluster that holds it reads the
-chosen matrices where they are (`passes.lower.products`), and a call of it is PyTorch's grouped product.
+This is one operator, so that the chosen matrices are never gathered in memory: a cluster that holds it reads
+them where they are (`passes.lower.products`), and a call of it is PyTorch's grouped product.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ expert_mm = torch.ops.fusion_compiler.expert_mm.default
 
 
 def _empty(like: Tensor, count: int, width: int) -> Tensor:
-    """[count, width], whose rows begin at multiples of 16 bytes, as PyTorch's grouped product has them."""
+    """Return an empty [count, width], whose rows begin at multiples of 16 bytes, as PyTorch's grouped product
+    has them."""
     word = 16 // like.dtype.itemsize
     return like.new_empty_strided((count, width), (-(-width // word) * word, 1))
 
 
 @torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
-    """rows: [S, k], matrices: [E, k, n], both of one float dtype, expert: int64 [S] within 0 <= e < E ->
-    [S, n]: rows[r] @ matrices[expert[r]]."""
+    """Return [S, n]: rows[r] @ matrices[expert[r]]. rows: [S, k], matrices: [E, k, n], both of one float
+    dtype, expert: int64 [S] within 0 <= e < E."""
     numbers = torch.arange(len(matrices), device=expert.device)
     ends = (expert <= numbers[:, None]).sum(1, dtype=torch.int32)
     order = expert.argsort()
     held = _empty(rows, *rows.shape).copy_(rows[order])
-    made = torch._grouped_mm(held, matrices, ends)
-    return _empty(made, *made.shape).index_copy_(0, order, made)
+    products = torch._grouped_mm(held, matrices, ends)
+    return _empty(products, *products.shape).index_copy_(0, order, products)
 
 
 @torch.library.register_fake(NAME)

@@ -1,6 +1,6 @@
-"""Attention of few queries, which takes as long as its keys and values are read.
+"""Define attention of few queries, which takes as long as its keys and values are read.
 
-An operator of its own, so that a graph says so until `capture.few_queries` writes it out in chunks of keys.
+This is one operator, so that a graph says so until `capture.few_queries` writes it out in chunks of keys.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _run(
     chunk: int,
     capped: float | None,
 ) -> Tensor:
-    """query: [batch, heads, queries, size], key: [batch, heads, keys, size], value: [batch, heads, keys,
-    width], mask: [batch or 1, heads or 1, queries or 1, keys], of bool or added -> [batch, heads, queries,
-    width]. capped: scores are scale * tanh(capped * q k')."""
+    """Return the attention [batch, heads, queries, width]. query: [batch, heads, queries, size], key: [batch,
+    heads, keys, size], value: [batch, heads, keys, width], mask: [batch or 1, heads or 1, queries or 1,
+    keys], of bool or added. capped: scores are scale * tanh(capped * q k')."""
     if capped is None:
         attention = torch.nn.functional.scaled_dot_product_attention
         return attention(query, key, value, mask, scale=scale).contiguous()

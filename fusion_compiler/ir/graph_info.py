@@ -1,4 +1,4 @@
-"""What is known of a captured graph beside its nodes: its phase, and where its tensors come from."""
+"""Describe a captured graph beside its nodes: its phase, and where its tensors come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusion_compiler.ir.rewrite_note import Notes
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Of a graph's input. kind: "parameter", "buffer" or "input"."""
+    """An origin describes a graph's input. kind: "parameter", "buffer" or "input"."""
 
     kind: str
     requires_grad: bool
@@ -23,20 +23,21 @@ Origins = Mapping[str, Origin]  # by placeholder; those that are missing hold wh
 
 
 def argument_name(position: int) -> str:
-    """AOTAutograd's name for an argument of a graph that is trained, in its forward and in its backward."""
+    """Return AOTAutograd's name for an argument of a graph that is trained, in its forward and in its
+    backward."""
     return f"primals_{position + 1}"
 
 
 def origins_of(graph: fx.Graph) -> dict[str, Origin]:
-    """Of the placeholders of a graph above autograd, by what TorchDynamo says of them."""
+    """Return the origins of the placeholders of a graph above autograd, as TorchDynamo describes them."""
     return {node.name: _origin(node) for node in graph.find_nodes(op="placeholder")}
 
 
 def _origin(node: fx.Node) -> Origin:
-    given = node.meta.get("example_value", node.meta.get("val"))
+    value = node.meta.get("example_value", node.meta.get("val"))
     static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-    kind = "parameter" if isinstance(given, nn.Parameter) else "buffer" if static else "input"
-    return Origin(kind, bool(getattr(given, "requires_grad", False)))
+    kind = "parameter" if isinstance(value, nn.Parameter) else "buffer" if static else "input"
+    return Origin(kind, bool(getattr(value, "requires_grad", False)))
 
 
 class Phase(StrEnum):
@@ -48,7 +49,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class GraphInfo:
-    """What is known of one captured graph beside its nodes.
+    """The object describes one captured graph beside its nodes.
 
     name: "graph0.forward"; graphs are numbered in the order in which Dynamo finds them.
     static_inputs: positions of the parameters and buffers among the placeholders: their

@@ -1,7 +1,7 @@
-"""GroupNorm that takes images in any order of memory, forward and backward.
+"""Define a GroupNorm that takes images in any order of memory, forward and backward.
 
-PyTorch's copies what it gets into the order of channels first, once in its forward and, as autograd knows it,
-twice in its backward. This one is for nets whose convolutions have channels innermost.
+PyTorch's GroupNorm copies its operands into the order of channels first, once in its forward and, under
+autograd, twice in its backward. This one is for nets whose convolutions have channels innermost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def sizes(x: Tensor) -> tuple[int, int, int]:
-    """Images, channels and the elements of a channel, as ATen's operators want them told."""
+    """Return images, channels and the elements of a channel, as arguments of ATen's operators."""
     return x.shape[0], x.shape[1], math.prod(x.shape[2:])
 
 
@@ -77,8 +77,8 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    found = group_norm_backward(grad, x, mean, rstd, weight, ctx.groups, ctx.mask)
-    return *(t if on else None for t, on in zip(found, ctx.mask, strict=True)), None, None
+    gradients = group_norm_backward(grad, x, mean, rstd, weight, ctx.groups, ctx.mask)
+    return *(t if on else None for t, on in zip(gradients, ctx.mask, strict=True)), None, None
 
 
 torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

@@ -1,4 +1,4 @@
-"""Affine index algebra: maps from points of the iteration space to elements of tensors.
+"""Compute affine indices: maps from points of the iteration space to elements of tensors.
 
 A tensor's coordinates are one `Index` per dimension. View operators regroup coordinates without moving data.
 `regroup` computes the new coordinates. If that would split an axis, it raises `NeedsSplit`, so that the
@@ -16,11 +16,11 @@ ZERO = Index(0, ())
 
 
 class NotExpressible(Exception):
-    """Raised if the layout is not affine over any refinement of the space."""
+    """The layout is not affine over any refinement of the space."""
 
 
 class NeedsSplit(Exception):
-    """Raised if axis `axis` must be split in two, with an inner axis of extent `inner`."""
+    """The axis `axis` must be split in two, with an inner axis of extent `inner`."""
 
     def __init__(self, axis: int, inner: Dim) -> None:
         super().__init__(axis, inner)
@@ -74,8 +74,8 @@ def flatten(coords: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
 
 
 class Extents:
-    """Extents of the keys of index terms: sizes of axes, and lengths of indirectly indexed dimensions.
-    narrowed: smaller extents of axes. They hold under a condition without which the value is not used."""
+    """Extents belong to the keys of index terms: sizes of axes, and lengths of indirectly indexed
+    dimensions."""
 
     def __init__(self, axes: tuple[Dim, ...]) -> None:
         self.axes = axes

@@ -1,4 +1,4 @@
-"""What codegen hands to the runtime: kernel sources, their arguments, their scratch memory."""
+"""Describe what codegen hands to the runtime: kernel sources, their arguments, their scratch memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Argument:
-    """One parameter of a kernel, in the order of its signature.
+    """An argument is one parameter of a kernel, in the order of its signature.
 
     position: among the program's inputs, outputs, scratch buffers, numbers or sizes, behind which are the
         derived ones.
@@ -38,15 +38,16 @@ class Argument:
     aligned: bool = True
 
     @property
-    def given(self) -> str:
-        """What the caller gives for it: "p0", "p1", ... (inputs), "n0", ... (sizes), or "" for nothing."""
+    def launch_name(self) -> str:
+        """Return the name of the caller's value in the launch function: "p0", "p1", ... (inputs), "n0", ...
+        (sizes), or "" for nothing."""
         letter = {Role.INPUT: "p", Role.SIZE: "n"}.get(self.role)
         return f"{letter}{self.position}" if letter else ""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One Triton kernel.
+    """A kernel is one Triton kernel.
 
     source: text of a complete Python module that defines `name` under @triton.jit; all
         sizes known at compile time are literals in it, so it has no constexpr parameters.
@@ -72,9 +73,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that a program reads, writes or needs as scratch: shape and strides in elements.
+    """A buffer is a tensor that a program reads, writes or needs as scratch: shape and strides in elements.
 
-    over: of an output, the name of the input into which it is written; its memory is that one's.
+    over: for an output, the name of the input into which it is written, whose memory it has.
     """
 
     name: str
@@ -87,7 +88,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything that computes one cluster: kernels launched in order, over shared scratch.
+    """A program computes one cluster: kernels launched in order, over shared scratch.
 
     sizes: the symbols that become integer arguments, in order. derived: further ones, with the expressions of
         those that the launcher computes for them.
@@ -107,23 +108,26 @@ class Program:
     word: int = 0
     early: bool = False
 
-    def given(self, output: Buffer) -> int | None:
-        """The position of the input whose memory an output is; None of one that is allocated."""
+    def overwritten_input(self, output: Buffer) -> int | None:
+        """Return the position of the input whose memory an output has, or None for an output that is
+        allocated."""
         return next((i for i, b in enumerate(self.inputs) if b.name == output.over), None)
 
     @property
     def updated(self) -> frozenset[int]:
-        """The positions of the inputs that kernels read and write: a second launch gives something else."""
+        """Return the positions of the inputs that kernels read and write: a second launch gives something
+        else."""
         inputs = {a for kernel in self.kernels for a in kernel.arguments if a.role is Role.INPUT}
         names = Counter(position for position, _ in {(a.position, a.name) for a in inputs})
         return frozenset(position for position, count in names.items() if count > 1)
 
     @property
     def symbols(self) -> tuple[sympy.Symbol, ...]:
-        """Those of all sizes, in the order of the arguments."""
+        """Return the symbols of all sizes, in the order of the arguments."""
         return (*self.sizes, *(symbol for symbol, _ in self.derived))
 
     @property
     def alignment(self) -> int:
-        """Bytes: what the addresses of inputs are a multiple of, or the launcher takes another build."""
+        """Return the bytes of which the addresses of inputs must be a multiple; otherwise the launcher takes
+        another build."""
         return max(16, self.word)

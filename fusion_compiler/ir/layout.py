@@ -1,4 +1,4 @@
-"""Layout operators as access maps: the position in the operand of an element of the result.
+"""Define layout operators as access maps: the position in the operand of an element of the result.
 
 `pull` defines them: it maps coordinates of the result to (operand, coordinates in the operand). These ops
 move no data and never belong to a cluster; their readers absorb them.
@@ -41,7 +41,7 @@ def is_view(op: Op) -> bool:
 
 
 def is_view_node(node: fx.Node) -> bool:
-    """Same as `is_view`, for an fx node."""
+    """True if an fx node only reads its operand at other coordinates."""
     part = node.target is operator.getitem
     return (node.args[0].target if part else node.target) in VIEWS  # type: ignore[union-attr]
 
@@ -113,8 +113,8 @@ def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tup
 
 @dataclass(frozen=True)
 class Cut:
-    """A view of `length` elements of `source` along `dim`, from `start` on. keeps: False if the view drops
-    `dim`, which has one element then."""
+    """A cut is a view of `length` elements of `source` along `dim`, from `start` on. keeps: False if the view
+    drops `dim`, which has one element then."""
 
     source: str
     dim: int

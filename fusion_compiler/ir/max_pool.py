@@ -1,4 +1,4 @@
-"""Maxima over windows of an image as operators that keep what was taken in a byte.
+"""Define maxima over windows of an image as operators that keep what was taken in a byte.
 
     max_pool(x, ...)                 ->   max_pool_maxima(x, ...), max_pool_places(x, ...)
     max_pool_backward(g, taken, ...) ->   element-wise operators
@@ -39,8 +39,8 @@ max_pool_backward = torch.ops.fusion_compiler.max_pool_backward.default
 
 @dataclass(frozen=True)
 class Windows:
-    """Along one dimension: `count` windows of `kernel` elements, `step` apart, over `size` ones, of which the
-    first begins `before` these. No element is between two windows."""
+    """Windows lie along one dimension: there are `count` of `kernel` elements, `step` apart, over `size`
+    elements, and the first begins `before` these. No element is between two windows."""
 
     size: int
     kernel: int
@@ -50,39 +50,41 @@ class Windows:
 
     @property
     def bits(self) -> int:
-        """Of an element's number, those that say where in a row of the window it is, or how far behind."""
+        """Return how many bits of an element's number say where in a row of the window it is, or how far
+        behind."""
         return (max(self.kernel, self.shared * self.step) - 1).bit_length()
 
     @property
     def shared(self) -> int:
-        """Windows that an element is in, at most."""
+        """Return the most windows in which an element is."""
         return -(-self.kernel // self.step)
 
     def begins(self, windows: Tensor) -> Tensor:
         return windows * self.step - self.before
 
     def holding(self, places: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The windows that may hold each element, from the last to the first: (which, and where in it the
-        element is; far from all numbers where there is no such window)."""
+        """Return the windows that may hold each element, from the last to the first: (which, and where in it
+        the element is; a place far from all numbers if there is no such window)."""
         ahead = places + self.before
         if not self.step & (self.step - 1):
             last, inside = ahead >> self.step.bit_length() - 1, ahead & self.step - 1
         else:
             last = torch.div(ahead, self.step, rounding_mode="floor")
             inside = ahead - last * self.step
-        found: list[tuple[Tensor, Tensor]] = []
+        windows: list[tuple[Tensor, Tensor]] = []
         for number in range(self.shared):
             window, at = last - number, inside + number * self.step
             if self.before // self.step < number:
                 at = torch.where(window >= 0, at, NOWHERE)
             if (self.size - 1 + self.before) // self.step - number >= self.count:
                 at = torch.where(window < self.count, at, NOWHERE)
-            found.append((window.clamp(0, self.count - 1), at))
-        return found
+            windows.append((window.clamp(0, self.count - 1), at))
+        return windows
 
 
 def windows_of(image: Sequence[int], *geometry: Any) -> tuple[Windows, Windows]:
-    """Those along the height and the width of an image. geometry: kernel, stride, padding, ceil_mode."""
+    """Return the windows along the height and the width of an image. geometry: kernel, stride, padding,
+    ceil_mode."""
     *pairs, ceil_mode = geometry
     high, wide = (
         Windows(size, k, s, p, int(pooling_output_shape(size, k, p, s, 1, ceil_mode)))
@@ -97,12 +99,12 @@ def bits_of(image: Sequence[int], *geometry: Any) -> int:
 
 
 def _maxima(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool) -> Tensor:
-    """x [..., h, w] -> maxima of its windows."""
+    """Return the maxima of the windows of x [..., h, w]."""
     return aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil_mode)[0]
 
 
 def _places(x: Tensor, *geometry: Any) -> Tensor:
-    """x [..., h, w] -> the number of the element that is the maximum of each window, int8."""
+    """Return the number, in int8, of the element of x [..., h, w] that is the maximum of each window."""
     kernel, stride, padding, ceil_mode = geometry
     high, wide = windows_of(x.shape[-2:], *geometry)
     index = aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil_mode)[1]
@@ -112,7 +114,7 @@ def _places(x: Tensor, *geometry: Any) -> Tensor:
 
 
 def _both(x: Tensor, *geometry: Any) -> tuple[Tensor, Tensor]:
-    """x [..., h, w] -> maxima of its windows, and the number of the element of each."""
+    """Return the maxima of the windows of x [..., h, w], and the number of the element of each."""
     return maxima(x, *geometry), places(x, *geometry)
 
 
@@ -121,7 +123,8 @@ def _count(most: int, device: torch.device) -> Tensor:
 
 
 def _sent_back(gradient: Tensor, taken: Tensor, image: Sequence[int], *geometry: Any) -> Tensor:
-    """The image's gradient: each element's sum of those of the windows in which it was taken."""
+    """Return the image's gradient: for each element, the sum of the gradients of the windows in which it was
+    taken."""
     high, wide = windows_of(image, *geometry)
     rows, cols = (n.holding(_count(n.size, gradient.device)) for n in (high, wide))
     half = gradient.dtype in (torch.float16, torch.bfloat16)
@@ -135,7 +138,7 @@ def _sent_back(gradient: Tensor, taken: Tensor, image: Sequence[int], *geometry:
 
 
 def _picked(x: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """x [..., rows, cols], laid out in memory as x is."""
+    """Return x [..., rows, cols], laid out in memory as x is."""
     if suggest_memory_format(x) is torch.channels_last:
         inner = aten._unsafe_index.Tensor(x.permute(0, 2, 3, 1), [None, rows[:, None], cols])
         return inner.permute(0, 3, 1, 2)

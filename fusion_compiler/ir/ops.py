@@ -1,4 +1,4 @@
-"""The operator table: one row for every ATen overload that a cluster may hold.
+"""List the operators in a table: one row for every ATen overload that a cluster may hold.
 
 A row says what an operator *is* (its kind), what it *computes* (a function from
 its operands to a Triton expression) and what it *costs* (operations per output element). Shapes
@@ -50,7 +50,8 @@ ONE, MINUS_ONE = Literal(1), Literal(-1)
 
 
 class Kind(StrEnum):
-    """Operator classes of Ivanov et al. (2021), with scan, layout, random and opaque beside them."""
+    """Operators have the classes of Ivanov et al. (2021), with scan, layout, random and opaque beside
+    them."""
 
     CONTRACTION = "contraction"  # matrix products, convolution, attention: a library call, but of few rows
     NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
@@ -64,7 +65,7 @@ class Kind(StrEnum):
 
 
 class Operands(StrEnum):
-    """The dtype in which an expression sees its tensor operands."""
+    """The member says in which dtype an expression sees its tensor operands."""
 
     RESULT = "result"  # converted to the compute dtype of the result
     PROMOTED = "promoted"  # promoted among themselves (comparisons)
@@ -73,7 +74,7 @@ class Operands(StrEnum):
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One operator.
+    """A row describes one operator.
 
     expr: a function from the schema's arguments to a Triton expression.
     combine: for reductions, the combining function: sum, prod, max, min, any, all,
@@ -102,7 +103,7 @@ class OpSpec:
 
 
 def number(value: Expression) -> float | None:
-    """The value of a finite literal, typed or not; None for minus zero, and for what is computed."""
+    """Return the value of a finite literal, typed or not; None for minus zero, and for what is computed."""
     match value:
         case Call(Global("tl.full"), (_, literal, _)):
             return number(literal)
@@ -653,12 +654,12 @@ _BY_TARGET = {spec.target: spec for spec in OPS}
 
 
 def spec_of(target: object) -> OpSpec | None:
-    """The row of an ATen overload; None for everything that is not in the table."""
+    """Return the row of an ATen overload, or None for everything that is not in the table."""
     return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None
 
 
 def is_always_held(target: object) -> bool:
-    """True for an operator that clusters hold whatever it costs: a contraction they hold only if that is
-    faster, windows only if these have a known size."""
+    """True for an operator that clusters hold whatever it costs: they hold a contraction only if that is
+    faster, and windows only if these have a known size."""
     spec = spec_of(target)
     return spec is not None and spec.kind not in (Kind.CONTRACTION, Kind.WINDOWS)

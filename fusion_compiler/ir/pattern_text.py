@@ -1,4 +1,4 @@
-"""Patterns as text: the torch code as it was written, in Python that makes an equal pattern again.
+"""Write patterns as text: the torch code as it was written, in Python that makes an equal pattern again.
 
 A function without source (one made by exec, a closure over an object, a module) is printed as the ATen
 program that it traces to, on the sizes of its example.
@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 def written(
     sort: str, functions: Mapping[str, Any], example: Sequence[Any], options: Mapping[str, object]
 ) -> str:
-    """Python that makes a pattern: definitions, then `pattern = fc.<sort>(...)`.
+    """Return Python that makes a pattern: definitions, then `pattern = fc.<sort>(...)`.
 
     functions: by what they are for, "code" first; "code" and "after" are torch code on `example`.
     options: further keywords, plain values.
@@ -57,7 +57,7 @@ def written(
 def _function(
     role: str, function: Any, example: Sequence[Any], names: dict[str, object]
 ) -> tuple[str, list[str]]:
-    """How a function is written in the call, and what has to be defined before."""
+    """Return how a function is written in the call, and what has to be defined before."""
     torch_code = role in ("code", "after")
     outer = _closure(function, names)
     source = None if outer is None and torch_code else _source(function)
@@ -77,7 +77,8 @@ def _function(
 
 
 def _closure(function: Any, names: Mapping[str, object]) -> dict[str, object] | None:
-    """What a function reads of the one around it; None where that is no plain value, or the name taken."""
+    """Return what a function reads of the one around it; None if that is no plain value, or the name is
+    taken."""
     if not isinstance(function, types.FunctionType):
         return {}
     try:
@@ -92,7 +93,7 @@ def _closure(function: Any, names: Mapping[str, object]) -> dict[str, object] | 
 
 
 def _source(function: Any) -> str | None:
-    """The text of a function as its file has it."""
+    """Return the text of a function as its file has it, or None."""
     if not isinstance(function, types.FunctionType):
         return None
     if function.__name__ == "<lambda>":
@@ -104,7 +105,7 @@ def _source(function: Any) -> str | None:
 
 
 def _lambda(code: types.CodeType) -> str | None:
-    """The lambda alone, from among all that stands on its lines."""
+    """Return the lambda alone, from among all that stands on its lines, or None."""
     text = "".join(linecache.getlines(code.co_filename))
     try:
         nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Lambda)]
@@ -129,7 +130,7 @@ def _has_parameters(code: types.CodeType, node: ast.Lambda) -> bool:
 
 
 def _is_constant(code: types.CodeType, body: ast.expr) -> bool:
-    """Whether a body may be that of code without places: Python 3.12 gives a constant none."""
+    """True if a body may be that of code without places: Python 3.12 gives a constant none."""
     value = getattr(body, "value", None)
     same = any(type(c) is type(value) and c == value for c in code.co_consts)
     return isinstance(body, ast.Constant) and same
@@ -142,7 +143,7 @@ def _within(spot: tuple[int, int, int, int], body: ast.expr) -> bool:
 
 
 def _dotted(function: Any) -> str | None:
-    """The name of a function of torch's own."""
+    """Return the name of a function of torch's, or None for any other."""
     if isinstance(function, types.FunctionType) and not str(function.__module__).startswith("torch"):
         return None
     try:
@@ -163,7 +164,7 @@ def _unique(name: str, role: str, names: dict[str, object]) -> str:
 
 
 def _value(value: Any) -> str:
-    """An example argument. Of floats the values do not count, of integers they may be indices."""
+    """Return an example argument as text. The values of floats do not count; integers may be indices."""
     if not isinstance(value, Tensor):
         return _number(value)
     dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
@@ -190,7 +191,8 @@ def _number(value: Any) -> str:
 
 
 def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> str:
-    """The ATen program of a function, as Python. Floats that it hands on as they are stay parameters."""
+    """Return the ATen program of a function, as Python. Floats that it hands on as they are stay
+    parameters."""
     marks = {i: MARK + i for i, v in enumerate(example) if isinstance(v, float)}
     graph = _graph(function, example)
     marked = _graph(function, [marks.get(i, v) for i, v in enumerate(example)]) if marks else graph
@@ -198,11 +200,11 @@ def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> 
     numbers = {mark: names[i] for i, mark in marks.items()}
     tensors = iter([n for n, v in zip(names, example, strict=True) if isinstance(v, Tensor)])
     lines = [f"def {name}({', '.join(names)}):"]
-    known: dict[fx.Node, str] = {}
+    node_names: dict[fx.Node, str] = {}
     twins = list(marked.nodes) if len(marked.nodes) == len(graph.nodes) else []
     for node, twin in itertools.zip_longest(graph.nodes, twins):
-        known[node] = next(tensors) if node.op == "placeholder" else node.name
-        args, kwargs = _with_names(node, twin, known, numbers)
+        node_names[node] = next(tensors) if node.op == "placeholder" else node.name
+        args, kwargs = _with_names(node, twin, node_names, numbers)
         if node.op == "get_attr":
             lines.append(f"    {node.name} = {_constant(getattr(graph.owning_module, str(node.target)))}")
         elif node.op == "call_function":
@@ -213,17 +215,17 @@ def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> 
 
 
 class _Name(str):
-    """Text that stands for itself, not for a string."""
+    """The text stands for itself, not for a string."""
 
 
 def _with_names(
-    node: fx.Node, twin: fx.Node | None, known: Mapping[fx.Node, str], numbers: Mapping[float, str]
+    node: fx.Node, twin: fx.Node | None, node_names: Mapping[fx.Node, str], numbers: Mapping[float, str]
 ) -> tuple[Any, Any]:
-    """A call's arguments with names for other calls, and for numbers that are marks in the twin's."""
+    """Return a call's arguments with names for other calls, and for numbers that are marks in the twin's."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     others = leaves if twin is None else pytree.tree_leaves((twin.args, twin.kwargs))
     named = [
-        _Name(known[v]) if isinstance(v, fx.Node)
+        _Name(node_names[v]) if isinstance(v, fx.Node)
         else _Name(numbers[m]) if isinstance(m, float) and m in numbers
         else v
         for v, m in zip(leaves, others, strict=True)
@@ -232,29 +234,29 @@ def _with_names(
 
 
 def _constant(value: Tensor) -> str:
-    """A tensor that the function holds: its values, where they can be read."""
+    """Return a tensor that the function holds as text: its values, if there are few."""
     if value.numel() <= MOST_VALUES:
         return f"torch.tensor({value.tolist()}, dtype={value.dtype})"
     return f"{_value(value)}  # a tensor of the function's own, not its values"
 
 
-def _graph(function: Callable[..., Any], given: Sequence[Any]) -> fx.Graph:
-    places = [i for i, v in enumerate(given) if isinstance(v, Tensor)]
+def _graph(function: Callable[..., Any], example: Sequence[Any]) -> fx.Graph:
+    places = [i for i, v in enumerate(example) if isinstance(v, Tensor)]
 
     def run(*tensors: Tensor) -> Any:
-        arguments = list(given)
+        arguments = list(example)
         for place, tensor in zip(places, tensors, strict=True):
             arguments[place] = tensor
         return function(*arguments)
 
     with unset_fake_temporarily():
-        traced = make_fx(run, pre_dispatch=True)(*(given[i].detach() for i in places))
+        traced = make_fx(run, pre_dispatch=True)(*(example[i].detach() for i in places))
     traced.graph.eliminate_dead_code()
     return traced.graph
 
 
 def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of a function's first `count` parameters; x0, x1, ... where it does not say."""
+    """Return the names of a function's first `count` parameters; x0, x1, ... if it does not say."""
     try:
         names = [p.name for p in inspect.signature(function).parameters.values() if p.kind < p.VAR_POSITIONAL]
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Rows looked up in an order that has each place once, whose gradient is a lookup as well.
+"""Look rows up in an order that has each place once, so that the gradient is a lookup as well.
 
-Of a lookup by any index autograd adds up the gradient in a scatter, since a row may have been asked for
-several times: on a GPU PyTorch sorts the indices for that, in a dozen launches.
+For a lookup by any index, autograd adds up the gradient in a scatter, since a row may be looked up several
+times: on a GPU PyTorch sorts the indices for that, in a dozen launches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ permuted_rows = torch.ops.fusion_compiler.permuted_rows.default
 
 
 def lookup(source: Tensor, order: Tensor, inverse: Tensor, share: int) -> Tensor:
-    """source: [S / share, ...], order: int64 [S], each of 0 <= i < S once, inverse: int64 [S], the place of
-    each i in order -> [S, ...]: source[order // share], a copy."""
+    """Return [S, ...]: source[order // share], a copy. source: [S / share, ...], order: int64 [S], each of 0
+    <= i < S once, inverse: int64 [S], the place of each i in order."""
     return torch.ops.aten.index.Tensor(source, [order if share == 1 else order // share])
 
 
@@ -34,8 +34,8 @@ def _saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     order, inverse = ctx.saved_tensors
-    found = permuted_rows(grad, inverse, order, 1)
-    return found if ctx.share == 1 else found.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
+    gradient = permuted_rows(grad, inverse, order, 1)
+    return gradient if ctx.share == 1 else gradient.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
 
 
 torch.library.register_autograd(NAME, _gradient, setup_context=_saved)

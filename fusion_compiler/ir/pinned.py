@@ -1,13 +1,13 @@
-"""One value, one number: which values something that jumps depends on.
+"""Find the values on which something that jumps depends: each must be one number everywhere.
 
     y = x.sin(); y == y.amax()       a bfloat16 y that is float32 in one kernel and rounded in another
                                      has no element that is equal to its own maximum
 
-A comparison, a rounding, the choice of a maximum: where such a use decides, the number that it sees has to
-be the one that every other place sees. So these values are *pinned*, with all that they are made of: each is
-rounded to its dtype where it is made, as if it had been stored, and made by the same arithmetic in every
-kernel (no shorter form of a function, no product fused into a sum). It is a property of the program, known
-before anything is clustered: of the joint graph where there is a gradient: forward and backward agree.
+A comparison, a rounding, the choice of a maximum: where such a use decides, the number that it sees has to be
+the one that every other place sees. So these values are *pinned*, with all from which they are computed: each
+is rounded to its dtype where it is computed, as if it had been stored, and computed by the same arithmetic in
+every kernel (no shorter form of a function, no product fused into a sum). It is a property of the program,
+known before anything is clustered: of the joint graph where there is a gradient: forward and backward agree.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ def pin(joint: fx.Graph) -> None:
 
 
 def is_joint(graph: fx.Graph) -> bool:
-    """Whether another graph makes values of this one again."""
+    """True if another graph computes values of this one again."""
     return any(node.meta.get(_MARK) for node in graph.nodes)
 
 
 def pinned_values(graph: fx.Graph) -> set[fx.Node]:
-    """The floating-point values on which something that jumps depends, as far back as clusters may reach."""
-    found = {node for node in graph.nodes if node.meta.get(_MARK)}
+    """Return the floating-point values on which something that jumps depends, as far back as clusters may
+    reach."""
+    pinned = {node for node in graph.nodes if node.meta.get(_MARK)}
     stack = [n for node in graph.nodes if _jumps(node) for n in node.all_input_nodes]
     while stack:
         node = stack.pop()
-        if node in found or node.op != "call_function" or not _is_floating(node):
+        if node in pinned or node.op != "call_function" or not _is_floating(node):
             continue
-        found.add(node)
+        pinned.add(node)
         # What a library call reads is stored, and the call made once, unless a checkpoint asks for it again.
         if spec_of(node.target) is not None or node.meta.get("recompute") is not None:
             stack.extend(node.all_input_nodes)
-    return found
+    return pinned
 
 
 def _jumps(node: fx.Node) -> bool:
@@ -78,7 +79,7 @@ def _jumps(node: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> str:
-    """The operator of which tracing took a node apart."""
+    """Return the operator that tracing took apart into a node."""
     original: Any = node.meta.get("original_aten")
     return getattr(original, "_opname", "")
 

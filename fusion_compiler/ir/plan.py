@@ -1,4 +1,4 @@
-"""The fusion plan: its data (`plan_data`), and how it prints (`plan_text`)."""
+"""Define the fusion plan: its data (`plan_data`), and how it prints (`plan_text`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from fusion_compiler.ir.plan_data import PlanData
 
 
 class FusionPlan(PlanData):
-    """All decisions for one graph; prints."""
+    """A plan has all decisions for one graph, and prints them."""
 
     def __str__(self) -> str:
-        """What to show a colleague: totals, clusters, library calls, eager ops, largest rejections."""
+        """Return the text to show a colleague: totals, clusters, library calls, eager ops, largest
+        rejections."""
         return plan_text.format_plan(self)
 
     def json(self) -> dict[str, object]:
-        """The plan as plain data; `plan_text.plan_json` documents the schema."""
+        """Return the plan as plain data; `plan_text.plan_json` documents the schema."""
         return plan_text.plan_json(self)

@@ -1,4 +1,6 @@
-"""What a fusion plan consists of: clusters, the refusals between them, and what stays an ATen call."""
+"""Describe what a fusion plan consists of: clusters, the refusals between them, and what stays an ATen
+call.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fusion_compiler.ir.loops import LoopNest
 
 @dataclass(frozen=True)
 class Rejected:
-    """Why two things did not become one cluster: the rule that spoke first and its numbers.
+    """A rejection says why two things did not become one cluster: the rule that spoke first and its numbers.
 
     saving_us: what merging would have saved (negative: cost). at_most: no kernel of both exists, so that
     the saving is a bound and no prediction. tensors: what one stores and the other reads, or both read.
@@ -33,7 +35,8 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Leftover:
-    """An op that stays a call, and why. library: it does so on purpose (`passes.fuse.library`)."""
+    """A leftover is an op that stays a call, with the reason. library: it does so on purpose
+    (`passes.fuse.library`)."""
 
     op: str
     target: str
@@ -45,7 +48,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Cost:
-    """A prediction for one cluster on one device.
+    """A cost is a prediction for one cluster on one device.
 
     bytes_read, bytes_written: device memory traffic after L2. us: predicted time.
     bound: "memory", "arithmetic", "launch" or "latency".
@@ -60,7 +63,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Call:
-    """One ATen call as eager makes it, and the ops of the graph that are its pieces.
+    """A call is one ATen call as eager makes it, and the ops of the graph that are its pieces.
 
     name: of the op that holds its (last) result. kind: its class: "contraction", "normalization",
     "element-wise", "random", "opaque" or "layout". inputs, outputs: the tensors that it reads and stores, by
@@ -82,7 +85,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op names.
+    """A cluster has the ops that become one kernel. `ops` in topological order; `inputs` and `outputs` are op
+    names.
 
     horizontal: further loop nests that share the launch, independent of `loops` and of each other.
     over: its results that are written over an input which nobody reads any more, each with that one.
@@ -104,7 +108,7 @@ class Cluster:
 
     @property
     def beside(self) -> tuple[LoopNest, ...]:
-        """The old name of `horizontal`, which goes with version 0.2."""
+        """Return `horizontal` by its old name, which goes with version 0.2."""
         warnings.warn("Cluster.beside is now Cluster.horizontal", DeprecationWarning, stacklevel=2)
         return self.horizontal
 
@@ -114,13 +118,13 @@ class Cluster:
 
     @property
     def eager_us(self) -> float:
-        """What eager's calls for the same ops would take."""
+        """Return what eager's calls for the same ops would take."""
         return sum(call.cost.us for call in self.eager)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a graph's plan was decided for, so that it can be decided again.
+    """A setting says for what a graph's plan was decided, so that it can be decided again.
 
     hints: the sizes that symbols had. matches: where patterns were found (`passes.patterns.match.Match`).
     """
@@ -133,7 +137,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class PlanData:
-    """All decisions for one graph, as data. `dag` is the graph that they were made for.
+    """The object has all decisions for one graph, as data. `dag` is the graph for which they were made.
 
     calls: what eager would run for the whole graph. solved: what `passes.fuse.cluster.solve` found, for
     questions that are asked next; None where it was let go, as it is large.

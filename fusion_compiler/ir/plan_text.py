@@ -1,4 +1,4 @@
-"""A fusion plan for people (`format_plan`) and for programs (`plan_json`). Both are deterministic."""
+"""Print a fusion plan for people (`format_plan`) and for programs (`plan_json`). Both are deterministic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ TOP = 5  # rejections that the plan itself shows
 
 @dataclass(frozen=True)
 class Totals:
-    """One plan in numbers. Bytes and microseconds are those of the fused ops: as eager's calls, and fused.
+    """The totals describe one plan in numbers. Bytes and microseconds are those of the fused ops: as eager's
+    calls, and fused.
 
     fused_calls: the ATen calls of eager that the kernels replace.
     """
@@ -49,7 +50,8 @@ class Totals:
 
 
 def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
-    """Equal for clusters that are the same work in another layer: targets, sizes and prediction."""
+    """Return a key that is equal for clusters with the same work in another layer: targets, sizes and
+    prediction."""
     targets = tuple(str(dag.op(name).target) for name in cluster.ops)
     axes = tuple((str(axis.size), axis.group) for axis in cluster.loops.axes)
     return targets, axes, cluster.cost, len(cluster.loops.nodes), cluster.pattern
@@ -76,7 +78,8 @@ def totals(plan: PlanData) -> Totals:
 
 
 def eager_ops(plan: PlanData) -> list[Leftover]:
-    """Ops that stay ATen calls though they are no contractions; views and tuple elements launch nothing."""
+    """Return the ops that stay ATen calls though they are no contractions; views and tuple elements launch
+    nothing."""
     return [
         left
         for left in plan.leftovers
@@ -85,7 +88,8 @@ def eager_ops(plan: PlanData) -> list[Leftover]:
 
 
 def _units(plan: PlanData) -> nx.DiGraph[str]:
-    """What runs as one: clusters, and the ops that no cluster stores; edges from the read to the reader."""
+    """Return the graph of what runs as one: clusters, and the ops that no cluster stores, with edges from
+    what is read to its reader."""
     made_by = {name: cluster.name for cluster in plan.clusters for name in cluster.outputs}
     units: nx.DiGraph[str] = nx.DiGraph()
     for name in plan.dag.graph.nodes:
@@ -98,7 +102,7 @@ def _units(plan: PlanData) -> nx.DiGraph[str]:
 
 
 def cycle_of(plan: PlanData) -> tuple[str, ...]:
-    """Clusters and ops that wait for each other in a ring; empty for every plan that can run."""
+    """Return clusters and ops that wait for each other in a ring; none for every plan that can run."""
     units = _units(plan)
     if nx.is_directed_acyclic_graph(units):  # in linear time; the search for a ring takes the square of that
         return ()
@@ -106,8 +110,8 @@ def cycle_of(plan: PlanData) -> tuple[str, ...]:
 
 
 def execution_order(plan: PlanData) -> list[Cluster]:
-    """The clusters in an order in which they can run: by their last op, inputs first. Raises
-    networkx.NetworkXUnfeasible where `cycle_of` is not empty."""
+    """Return the clusters in an order in which they can run: by their last op, inputs first. Raise
+    networkx.NetworkXUnfeasible if `cycle_of` is not empty."""
     position = {name: i for i, name in enumerate(plan.dag.graph.nodes)}
     last = {cluster.name: max(position[name] for name in cluster.ops) for cluster in plan.clusters}
     clusters = {cluster.name: cluster for cluster in plan.clusters}
@@ -120,7 +124,7 @@ def execution_order(plan: PlanData) -> list[Cluster]:
 
 
 def library_calls(plan: PlanData) -> Counter[str]:
-    """How often each contraction is called, by short name."""
+    """Return how often each contraction is called, by short name."""
     fused = {name for cluster in plan.clusters for name in cluster.ops}
     ops = [plan.dag.op(name) for name in plan.dag.graph.nodes if name not in fused]
     return Counter(short_name(op.target) for op in ops if op.kind is Kind.CONTRACTION)
@@ -128,8 +132,8 @@ def library_calls(plan: PlanData) -> Counter[str]:
 
 def iteration_space(cluster: Cluster) -> str:
     """Return "16384 rows x 4096", "512 tiles of 8 x 64 x 128", or "4096 elements of 9 terms", which is
-    without terms where nothing is reduced. Of loop nests that share a launch it is the first's, with the
-    number of others."""
+    without terms if nothing is reduced. For loop nests that share a launch it is the first's, with the number
+    of others."""
     more = f", +{len(cluster.horizontal)}" if cluster.horizontal else ""
     rows, cols = (prod(a.size for a in cluster.loops.axes if a.group == group) for group in GROUPS)
     groups = {axis.group for axis in cluster.loops.axes}
@@ -144,7 +148,7 @@ def iteration_space(cluster: Cluster) -> str:
 
 
 def format_plan(plan: PlanData, level: int = 1) -> str:
-    """The plan as text, at most 110 columns wide.
+    """Return the plan as text, at most 110 columns wide.
 
     level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
     are folded, with how often they run), library calls, what stayed eager and why, and the rejections that
@@ -177,7 +181,7 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
 
 
 def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
-    """A table row and a line of ops for each distinct cluster."""
+    """Return a table row and a line of ops for each distinct cluster."""
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
@@ -207,7 +211,7 @@ def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
 
 
 def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
-    """The ops in short form, repeats counted, then the modules that they come from."""
+    """Return the ops in short form, repeats counted, then the modules from which they come."""
     ops = [dag.op(name) for name in cluster.ops]
     counts = Counter(short_name(op.target) for op in ops if not is_view(op.target))
     pattern = f"[{shortened(cluster.pattern, 30)}] " if cluster.pattern else ""
@@ -217,16 +221,16 @@ def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
 
 
 def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
-    """The user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
-    found = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
+    """Return the user's modules behind some ops, layer numbers that differ as *: "layers.*.mlp"."""
+    paths = {op.source.module: None for op in map(dag.op, names) if op.source and op.source.module}
     by_form: dict[str, list[str]] = {}
-    for module in found:
+    for module in paths:
         by_form.setdefault(re.sub(r"\b\d+\b", "*", module), []).append(module)
     return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
 
 
 def _calls(leftovers: Sequence[Leftover]) -> list[str]:
-    """An entry for each operator and reason: how often, why, and where first."""
+    """Return an entry for each operator and reason: how often, why, and where first."""
     groups: dict[tuple[str, str], list[Leftover]] = {}
     for left in leftovers:
         groups.setdefault((left.target, left.reason), []).append(left)
@@ -240,7 +244,7 @@ def _calls(leftovers: Sequence[Leftover]) -> list[str]:
 
 
 def breaks_text(breaks: Sequence[GraphBreak]) -> str:
-    """The places that no graph holds, one entry each."""
+    """Return the places that no graph holds, one entry each."""
     lines = ["graph breaks: what stands there is in no plan, and its tensor operations run eager"]
     for one in breaks:
         where = shortened(place(one.source), WIDTH - 3) if one.source else "somewhere"
@@ -249,7 +253,7 @@ def breaks_text(breaks: Sequence[GraphBreak]) -> str:
 
 
 def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
-    """The refusals that cost most, or all of them.
+    """Return the refusals that cost most, or all of them.
 
     Refusals that differ only in layer numbers are one entry, with their sum; so are refusals that have one
     reason and cost nothing.
@@ -275,13 +279,13 @@ def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
 
 
 def place(source: Source) -> str:
-    """ "model.py:12: y = f(x)  (in layers.0.mlp)": the file without its folders."""
+    """Return "model.py:12: y = f(x)  (in layers.0.mlp)": the file without its folders."""
     text = f"{Path(source.file).name}:{source.line}: {source.code.strip()}"
     return f"{text}  (in {source.module})" if source.module else text
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Columns of equal width; those in `left` start at the left, the others end at the right."""
+    """Return columns of equal width; those in `left` start at the left, the others end at the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -293,7 +297,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 
 def wrapped(lead: str, text: str) -> list[str]:
-    """`lead` and text over as many lines as it takes, the later ones indented."""
+    """Return `lead` and text over as many lines as it takes, the later ones indented."""
     indent = len(lead) - len(lead.lstrip()) + 4
     return textwrap.wrap(lead + text, WIDTH, subsequent_indent=" " * indent, drop_whitespace=True)
 
@@ -303,7 +307,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def fitting(items: Sequence[str], width: int) -> str:
-    """As many items as fit, separated by commas; then how many more there are."""
+    """Return as many items as fit, separated by commas, then how many more there are."""
     text = ""
     for shown, item in enumerate(items):
         longer = f"{text}, {item}" if text else item
@@ -319,7 +323,7 @@ def count(number: int, noun: str) -> str:
 
 
 def human_bytes(number: int) -> str:
-    """Decimal units, four digits: "100.7 MB"."""
+    """Return decimal units, four digits: "100.7 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}" if number < 1000 * size else f"{number / size:.0f} {unit}"
@@ -327,14 +331,14 @@ def human_bytes(number: int) -> str:
 
 
 def source_json(source: Source | None) -> dict[str, object] | None:
-    """{module, file, line, code}, null where it is not known."""
+    """Return {module, file, line, code}, or None if the source is not known."""
     if source is None:
         return None
     return {"module": source.module, "file": source.file, "line": source.line, "code": source.code.strip()}
 
 
 def plan_json(plan: PlanData) -> dict[str, object]:
-    """The plan as plain data for json.dumps.
+    """Return the plan as plain data for json.dumps.
 
     schema: 2, raised when a key changes its meaning or goes. graph, device: strings.
     totals: the fields of `Totals`; bytes and microseconds (us_*) cover the fused ops only.
@@ -410,12 +414,12 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
 
 
 def print_plan(plan: PlanData, level: int = 1, file: TextIO | None = None) -> None:
-    """Print the plan; at a terminal with colours where rich is installed, the same text either way."""
+    """Print the plan; at a terminal with colours if rich is installed, the same text either way."""
     show(format_plan(plan, level), file)
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Print text; with colours at a terminal where rich is installed."""
+    """Print text; with colours at a terminal if rich is installed."""
     out: TextIO = sys.stdout if file is None else file
     if out.isatty():
         try:

@@ -1,4 +1,4 @@
-"""`fusion_compiler::put_`, which writes into memory that exists.
+"""Define `fusion_compiler::put_`, which writes into memory that exists.
 
 Functionalization makes of `cache[:, :, at] = new` an operator that copies the cache. `put_` is what was
 written: `source` is stored where a view of `self` lies, or where indices point to in that view. Its result
@@ -27,7 +27,8 @@ def _put(
     source: torch.Tensor,
     indices: Sequence[torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """`view` shows memory of `self`; `source` broadcasts to it, or to what the indices point to."""
+    """Store `source` where `view`, which shows memory of `self`, lies, or where the indices point to in it;
+    return `self`. `source` is broadcast."""
     if indices is None:
         view.copy_(source)
     else:

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of (seed, element): the same in eager, in a kernel and in backward.
+"""Compute random numbers as functions of (seed, element): the same in eager, in a kernel and in backward.
 
 `fusion_compiler::seed` is the one impure operator: it draws a 64-bit key from PyTorch's default
 generator of a device. `fusion_compiler::uniform` is pure, so that a dropout mask is computed
@@ -44,7 +44,8 @@ def _seed_fake(device: torch.device) -> torch.Tensor:
 
 @torch.library.impl("fusion_compiler::uniform", "CompositeExplicitAutograd")
 def _uniform(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.Tensor:
-    """Element i of the contiguous float32 result is lane i % 4 of counter (i // 4, salt)."""
+    """Return uniform float32 numbers: element i of the contiguous result is lane i % 4 of counter (i // 4,
+    salt)."""
     size = math.prod(shape)
     counter = torch.arange((size + 3) // 4, dtype=torch.int64, device=seed.device)
     words = philox(seed, counter, salt)
@@ -59,7 +60,7 @@ def _uniform_fake(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.
 
 
 def philox(seed: torch.Tensor, counter: torch.Tensor, salt: int) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-7 of the 128-bit counters (counter, salt), in int64 arithmetic.
+    """Compute Philox4x32-7 of the 128-bit counters (counter, salt), in int64 arithmetic.
 
     seed: int64[1]. counter: int64, any shape, not negative. salt: in [0, 2^32).
     Returns four int64 tensors of counter's shape with values in [0, 2^32).

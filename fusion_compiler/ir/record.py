@@ -1,4 +1,4 @@
-"""Decisions as JSON and back: the clusters and programs of a graph whose sizes are numbers.
+"""Write decisions as JSON and read them back: the clusters and programs of a graph whose sizes are numbers.
 
 A frozen dataclass is a dict of its class's name and its fields, written once whatever has it, as layers have
 the same loop nests and costs; of the classes that are listed here, and of nothing else, so that what is read
@@ -36,22 +36,23 @@ _ENUMS: Mapping[str, type[Enum]] = {"Role": kernel.Role}
 
 
 class NotWritable(Exception):
-    """Why something cannot be written down."""
+    """The error says why something cannot be written down."""
 
 
 def write(value: Any) -> dict[str, Any]:
-    """Anything that consists of the classes above, as what JSON holds. Raises NotWritable."""
+    """Return anything that consists of the classes above as what JSON holds. Raise NotWritable."""
     writer = _Writer()
     return {"value": writer.write(value), "values": writer.values}
 
 
 def read(written: Mapping[str, Any]) -> Any:
-    """What was written. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+    """Return what was written. Raise KeyError, TypeError, ValueError or AttributeError for anything else."""
     return _Reader(written["values"]).read(written["value"])
 
 
 class _Writer:
-    """values: those of the classes above as they are written, each once; what has one names its number."""
+    """A writer collects objects. values: those of the classes above as they are written, each once; an object
+    that has one names its number."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -81,7 +82,7 @@ class _Writer:
         raise NotWritable(f"{type(value).__name__} {str(value)[:40]}")
 
     def _once(self, written: dict[str, Any]) -> dict[str, int]:
-        """As text, in which 1, 1.0 and True differ."""
+        """Return the number of a value, which is compared as text, in which 1, 1.0 and True differ."""
         number = self._known.setdefault(json.dumps(written), len(self.values))
         if number == len(self.values):
             self.values.append(written)
@@ -117,13 +118,13 @@ class _Reader:
         if kind == "enum":
             return _ENUMS[inner[0]][inner[1]]
         if kind == "op":
-            found = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
-            if isinstance(found, OpOverload):
-                return found
+            item = getattr(getattr(getattr(torch.ops, inner[0]), inner[1]), inner[2])
+            if isinstance(item, OpOverload):
+                return item
         elif kind == "dtype":
-            found = getattr(torch, inner)
-            if isinstance(found, torch.dtype):
-                return found
+            item = getattr(torch, inner)
+            if isinstance(item, torch.dtype):
+                return item
         raise ValueError(f"{kind} {inner} is nothing that is written")
 
 
@@ -131,7 +132,8 @@ _DECIDED = ("clusters", "leftovers", "rejections", "calls")  # of a plan, beside
 
 
 def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Program, ...]]) -> dict[str, Any]:
-    """A plan and the programs of its clusters, by their names, as what JSON holds. Raises NotWritable."""
+    """Return a plan and the programs of its clusters, by their names, as what JSON holds. Raise
+    NotWritable."""
     decided = tuple(getattr(plan, field) for field in _DECIDED)
     return {**write((*decided, tuple(programs.items()))), "notes": dict(plan.notes)}
 
@@ -139,7 +141,7 @@ def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Progra
 def read_decisions(
     written: Mapping[str, Any], name: str, dag: OpDag, setting: plan_data.Setting
 ) -> tuple[FusionPlan, dict[str, tuple[kernel.Program, ...]]]:
-    """The plan of `dag` that was written, and the programs. Raises as `read` does."""
+    """Return the plan of `dag` that was written, and the programs. Raise as `read` does."""
     clusters, leftovers, rejections, calls, programs = read(written)
     device, notes = setting.device.name, dict(written["notes"])
     plan = FusionPlan(name, dag, clusters, leftovers, rejections, device, calls, notes, setting)

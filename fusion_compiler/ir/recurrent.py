@@ -1,4 +1,4 @@
-"""nn.LSTM, nn.GRU and nn.RNN as one operator each, which calls PyTorch's library: cuDNN on a GPU.
+"""Define nn.LSTM, nn.GRU and nn.RNN as one operator each, which calls PyTorch's library: cuDNN on a GPU.
 
 PyTorch traces a recurrent layer step by step: about ten operators for each, and a new graph for every length
 of the sequence. An operator of this file runs the layer once, as eager does, forward and backward.
@@ -42,7 +42,7 @@ _AUTOGRAD = [
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of an operator behind its operands, in the order of its schema."""
+    """A setting has the arguments of an operator behind its operands, in the order of its schema."""
 
     batch_sizes: Tensor | None
     states: int
@@ -63,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Record:
-    """A forward pass under autograd: its results, and the operands that get a gradient."""
+    """A record is a forward pass under autograd: its results, and the operands that get a gradient."""
 
     results: Sequence[Tensor]
     leaves: Sequence[Tensor]
@@ -108,7 +108,7 @@ def _call(kind: str, operands: Sequence[Tensor], setting: Setting) -> Sequence[T
 
 @contextlib.contextmanager
 def _autograd() -> Generator[None]:
-    """A context in which autograd records, also within an operator that PyTorch calls below autograd."""
+    """Let autograd record, also within an operator that PyTorch calls below autograd, while entered."""
     excluded = _C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)

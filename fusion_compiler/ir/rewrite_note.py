@@ -1,4 +1,4 @@
-"""What a pre-autograd rewrite says that it did, or why it did not."""
+"""Note what a pre-autograd rewrite did, or why it did not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class RewriteNote:
-    """One decision of a rewrite.
+    """A note is one decision of a rewrite.
 
     rule: the rewrite's name. node: the fx node that it looked at ("" for the whole graph).
     applied: whether the graph changed; None where there was nothing to change. reason: what was proved, or
@@ -34,4 +34,4 @@ Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, Notes]]
 
 
 class Refused(Exception):
-    """Why a match is left alone."""
+    """The error says why a match is left alone."""

@@ -1,4 +1,4 @@
-"""Running maxima and minima as operators of one result each.
+"""Define running maxima and minima as operators of one result each.
 
 ATen's cummax and cummin have two results, and a cluster's operators have one: the value and the place where
 it stands, that of the last among equals, are operators of their own. What computes both shares the maxima.

@@ -1,4 +1,4 @@
-"""Facts about operators that they state themselves."""
+"""Read facts about operators from their schemas."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SHORT = {"convert_element_type": "cast", "_to_copy": "cast"}
 
 
 def is_view(target: object) -> bool:
-    """Whether eager runs the op without a kernel: a view of its input, or an element of a tuple."""
+    """True if eager runs the op without a kernel: a view of its input, or an element of a tuple."""
     if isinstance(target, OpOverload):
         return target.is_view or target is torch.ops.aten._unsafe_view.default
     return target is operator.getitem
 
 
 def short_name(target: object) -> str:
-    """ "add" for aten.add.Tensor, "cast" for conversions, the name of any other callable."""
+    """Return "add" for aten.add.Tensor, "cast" for conversions, the name of any other callable."""
     if isinstance(target, OpOverload):
         name = target._schema.name.split("::")[-1]
         return _SHORT.get(name, name)
@@ -30,7 +30,7 @@ def short_name(target: object) -> str:
 
 
 def written(overload: object) -> tuple[int, ...]:
-    """Positions of the arguments that an operator writes into."""
+    """Return the positions of the arguments that an operator writes into."""
     arguments = overload._schema.arguments if isinstance(overload, OpOverload) else ()
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 

@@ -1,4 +1,4 @@
-"""Where a node of a captured graph comes from in the user's model."""
+"""Find where a node of a captured graph comes from in the user's model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _INDENT = 4  # of the code in a traceback, and of the marks below it
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of the user's on the way to an op, and what of it was running.
+    """A frame is a line of the user's on the way to an op, and what of it was running.
 
-    span: the first and the last column of the call in `code`, without the blanks before it; None where that
-    is not known. exact: otherwise only where it begins is known, and it may end anywhere behind that.
+    span: the first and the last column of the call in `code`, without the blanks before it; None if that is
+    not known. exact: False if only its beginning is known, so that it may end anywhere behind that.
     """
 
     file: str
@@ -38,8 +38,8 @@ class Frame:
 
 
 def frames_of(node: fx.Node) -> tuple[Frame, ...]:
-    """The lines outside of torch that a node was traced from, the outermost first; a backward node has its
-    forward's."""
+    """Return the lines outside of torch from which a node was traced, the outermost first; a backward node
+    has its forward's."""
     return _frames(node.meta.get("stack_trace") or "")
 
 
@@ -57,14 +57,14 @@ def _frame(match: re.Match[str]) -> Frame:
 
 
 def marked(code: str, span: tuple[int, int] | None) -> str:
-    """A line as a traceback shows it, with marks for a call that is known to its end."""
+    """Return a line as a traceback shows it, with marks for a call that is known to its end."""
     if span is None:
         return f"    {code}\n"
     return f"    {code}\n{' ' * (_INDENT + span[0])}{'~' * (span[1] - span[0])}\n"
 
 
 def source_of(node: fx.Node) -> Source | None:
-    """The module that `node` belongs to and the user's line that it was traced from.
+    """Return the module to which `node` belongs and the user's line from which it was traced.
 
     The line is the innermost one outside of torch; a backward node has its forward's. module is
     the path below the compiled object, "" for that object itself. None where neither is known.
@@ -79,5 +79,5 @@ def source_of(node: fx.Node) -> Source | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file belongs to torch or to this package."""
+    """True if a file belongs to torch or to this package."""
     return file.startswith(_LIBRARIES)

@@ -1,4 +1,4 @@
-"""The expressions of a kernel: immutable trees that emission code builds and that passes rewrite.
+"""Define the expressions of a kernel: immutable trees that emission code builds and that passes rewrite.
 
 Python's operators build trees, and `tl` and `fm` stand for the modules that kernels import. Code that emits
 an expression therefore reads like the kernel:
@@ -38,7 +38,7 @@ DTYPES = {
 
 
 class Expression:
-    """The base class of all expressions, with the operators that build larger ones."""
+    """All expressions have this base class, with the operators that build larger ones."""
 
     def __add__(self, other: Operand) -> Expression:
         return Binary("+", self, lift(other))
@@ -131,21 +131,21 @@ Operand: TypeAlias = (
 
 @dataclass(frozen=True, eq=False)
 class Var(Expression):
-    """A variable, different from every other; the printer makes its name from `base`."""
+    """A Var is a variable that differs from every other; the printer makes its name from `base`."""
 
     base: str
 
 
 @dataclass(frozen=True)
 class Name(Expression):
-    """A parameter, or a variable that has the same name in every kernel (`names.Own`)."""
+    """A Name is a parameter, or a variable that has the same name in every kernel (`names.Own`)."""
 
     base: str
 
 
 @dataclass(frozen=True)
 class Global(Expression):
-    """A name of the kernel's module: a function, a dtype or another constant, with its module."""
+    """A Global is a name of the kernel's module: a function, a dtype or another constant, with its module."""
 
     text: str
 
@@ -171,7 +171,7 @@ class Call(Expression):
 
 @dataclass(frozen=True)
 class Member(Expression):
-    """A method of a tile: value.name."""
+    """A Member is a method of a tile: value.name."""
 
     value: Expression
     name: str
@@ -191,7 +191,7 @@ class Unary(Expression):
 
 @dataclass(frozen=True)
 class Binary(Expression):
-    """Two operands of an arithmetic operator or of a comparison."""
+    """A Binary has two operands of an arithmetic operator or of a comparison."""
 
     sign: str
     left: Expression
@@ -212,12 +212,12 @@ class Subscript(Expression):
 
 @dataclass(frozen=True)
 class Slice(Expression):
-    """The `:` of x[None, :]."""
+    """A Slice is the `:` of x[None, :]."""
 
 
 @dataclass(frozen=True)
 class Items(Expression):
-    """A list, such as a shape, or a tuple."""
+    """An Items is a list, such as a shape, or a tuple."""
 
     items: tuple[Expression, ...]
     is_tuple: bool = False
@@ -230,7 +230,7 @@ Variable = Var | Name
 
 
 class Module:
-    """Stands for a module that kernels import; its attributes are `Global`s."""
+    """A Module stands for a module that kernels import; its attributes are `Global`s."""
 
     def __init__(self, name: str) -> None:
         self._name = name

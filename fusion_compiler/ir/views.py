@@ -1,4 +1,4 @@
-"""Other views of a tensor's memory, for generated code; no views of it for autograd."""
+"""Show a tensor's memory in other ways, for generated code; autograd sees no views of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch._C._dynamo import guards
 def restrided(
     tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], further: int
 ) -> torch.Tensor:
-    """The memory of `tensor` by another shape and other strides, `further` elements on.
+    """Return the memory of `tensor` by another shape and other strides, `further` elements on.
 
-    No view of it for autograd: of a forward's two results one may have a gradient and the other none.
+    For autograd the result is no view, because one of a forward's two results may have a gradient and the
+    other none.
     """
     return torch.as_strided(tensor.detach(), shape, stride, tensor.storage_offset() + further)
 
@@ -24,7 +25,7 @@ reinterpreted: Callable[..., torch.Tensor] = getattr(guards, "_reinterpret_tenso
 
 
 def again(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same values at the same strides, in memory of its own."""
+    """Return a tensor of the same values at the same strides, in memory of its own."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.copy_(tensor)
 

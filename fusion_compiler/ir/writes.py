@@ -1,4 +1,4 @@
-"""Which ops of a graph write into memory that exists, and whose memory a value is in."""
+"""Find which ops of a graph write into memory that exists, and whose memory a value is in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fusion_compiler.ir.schema import written
 
 
 def base_of(dag: OpDag, name: str) -> str | None:
-    """The tensor into which an op writes its result; None of one whose result has memory of its own.
+    """Return the tensor into which an op writes its result, or None for an op whose result has memory of its
+    own.
 
-    `copy_` into an argument ends what a graph does with it, and is not meant.
+    `copy_` into an argument does not count, because it ends what a graph does with it.
     """
     op = dag.op(name)
     writes = written(op.target) == (0,) and len(op.outputs) == 1
@@ -26,28 +27,28 @@ def base_of(dag: OpDag, name: str) -> str | None:
 
 
 def root(dag: OpDag, name: str) -> str:
-    """The tensor that a chain of views shows."""
+    """Return the tensor that a chain of views shows."""
     while is_view(dag.op(name)):
         name = dag.op(name).first
     return name
 
 
 def memory(dag: OpDag, name: str) -> str:
-    """The tensor whose memory holds a value, through writes and views, those that stay calls too."""
+    """Return the tensor whose memory holds a value, through writes and views, those that stay calls too."""
     while (base := base_of(dag, name := root(dag, name)) or _viewed(dag.op(name))) is not None:
         name = base
     return name
 
 
 def _viewed(op: Op) -> str | None:
-    """The operand whose memory the result of a call shows."""
+    """Return the operand whose memory the result of a call shows, or None."""
     return op.first if isinstance(op.target, OpOverload) and op.target.is_view else None
 
 
 def bases(dag: OpDag) -> Mapping[str, str]:
-    """Every op that writes into memory of another -> the tensor that had the memory before."""
-    found = ((name, base_of(dag, name)) for name in dag.order)
-    return {name: base for name, base in found if base is not None}
+    """Return {op: tensor that had the memory before} of every op that writes into memory of another."""
+    pairs = ((name, base_of(dag, name)) for name in dag.order)
+    return {name: base for name, base in pairs if base is not None}
 
 
 def waits(dag: OpDag) -> Mapping[str, tuple[str, ...]]:
@@ -72,7 +73,7 @@ def waits(dag: OpDag) -> Mapping[str, tuple[str, ...]]:
 
 
 def stored_shape(dag: OpDag, op: Op) -> tuple[Dim, ...]:
-    """The shape of what an op stores: of its result, or of what `put_` puts into that."""
+    """Return the shape of what an op stores: of its result, or of what `put_` puts into that."""
     if op.target is not put:
         return op.outputs[0].shape
     shape = meta_of(dag, op.args[1]).shape
@@ -82,19 +83,19 @@ def stored_shape(dag: OpDag, op: Op) -> tuple[Dim, ...]:
     assert isinstance(indices, tuple)
     used = [i for i, index in enumerate(indices) if index is not None]
     start, common = indexed(used, [meta_of(dag, indices[i]).shape for i in used])
-    whole = [size for i, size in enumerate(shape) if i not in used]
-    return (*whole[:start], *common, *whole[start:])
+    sizes = [size for i, size in enumerate(shape) if i not in used]
+    return (*sizes[:start], *common, *sizes[start:])
 
 
 def meta_of(dag: OpDag, argument: object) -> TensorMeta:
-    """Of an argument that is a tensor."""
+    """Return the TensorMeta of an argument that is a tensor."""
     assert isinstance(argument, Ref)
     return dag.op(argument.name).outputs[0]
 
 
 def indexed(dims: Sequence[int], shapes: Sequence[tuple[Dim, ...]]) -> tuple[int, tuple[Dim, ...]]:
-    """Where the dimensions of tensors stand that index some dimensions, and their sizes together: in the
-    place of those that they index where these are side by side, else first."""
+    """Return where the dimensions of tensors stand that index some dimensions, and their sizes together: in
+    the place of those that they index if these are side by side, or else first."""
     rank = max(map(len, shapes))
     filled = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
     common = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*filled, strict=True))

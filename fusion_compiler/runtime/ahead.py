@@ -1,4 +1,4 @@
-"""Kernels that are compiled while other work goes on: a forward graph's while its backward is planned."""
+"""Compile kernels while other work goes on: a forward graph's while its backward is planned."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fusion_compiler.runtime.progress import Progress
 
 
 class Ahead:
-    """A thread that brings `builds` into Triton's cache on disk.
+    """The thread of this object brings `builds` into Triton's cache on disk.
 
-    progress: is told how many are done while someone waits. The thread ends with the process, which kernels
+    progress: shows how many are done while someone waits. The thread ends with the process, which kernels
     that nobody called should not hold up; a process that is forked meanwhile waits for nothing.
     """
 

@@ -1,9 +1,9 @@
-"""One Python function per program and device that does nothing but what each call must do.
+"""Generate one Python function per program and device that does nothing but what each call must do.
 
-All that is known when a program is built is written into the function's text or bound to its
-names: shapes, strides, grids, the kernels' entries. What is left for a call is to take the
-addresses of the inputs, allocate the outputs, and launch. For a program of one kernel with two
-inputs and one output of fixed shape (and no first test where there is one device):
+Shapes, strides, grids and the kernels' entries are known when a program is built: they are written into the
+function's text or bound to its names. A call takes the addresses of the inputs, allocates the outputs, and
+launches. For a program of one kernel with two inputs and one output of fixed shape (and no first test where
+there is one device):
 
     def launch(x0, x1):
         if current_device() != 0 or x0.get_device() != 0:
@@ -49,7 +49,7 @@ Launcher = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel on a device, ready to launch: CompiledKernel.run and what it takes each time.
+    """An entry is a kernel on a device, ready to launch: CompiledKernel.run and what it takes each time.
 
     owner: keeps the loaded code alive. direct: what `run` itself calls, and with which arguments,
     where that is known: constants, `Varying` ones, and tuples of them.
@@ -70,7 +70,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Varying:
-    """An argument that differs from launch to launch: "x", "y", "z" (grid), "stream" or "0", "1", ..."""
+    """An object of this class stands for an argument that differs from launch to launch: "x", "y", "z"
+    (grid), "stream" or "0", "1", ..."""
 
     name: str
 
@@ -78,11 +79,11 @@ class Varying:
 def direct_call(
     run: Any, function: object, packed: object, count: int
 ) -> tuple[Callable[..., None], tuple[object, ...]] | None:
-    """What a Triton launcher does with the arguments of a kernel of `count` parameters.
+    """Return what a Triton launcher calls for a kernel of `count` parameters, and its arguments. Return None
+    if the launcher does more than to pass the kernel's arguments on.
 
-    A launcher is a Python object that sorts its arguments and allocates scratch before it calls a
-    C function, `run.launch`; that it is asked what it would pass on is independent of Triton's version.
-    None where it does more than to pass them on.
+    A launcher is a Python object that sorts its arguments and allocates scratch before it calls a C function,
+    `run.launch`; asking it what it would pass on works for any version of Triton.
     """
     calls: list[tuple[object, ...]] = []
     grid = [Varying(axis) for axis in "xyz"]
@@ -90,7 +91,7 @@ def direct_call(
     try:
         launch = run.launch
         probe = copy.copy(run)
-        probe.launch = lambda *given: calls.append(given)
+        probe.launch = lambda *sent: calls.append(sent)
         probe(*grid, Varying("stream"), function, packed, None, None, None, *arguments)
     except Exception:  # it computes with the grid: it needs scratch of its own
         return None
@@ -111,11 +112,11 @@ def _flat(value: object) -> Iterable[object]:
 
 
 class Gpu(Protocol):
-    """What launching needs to know of one device; `cuda.CudaGpu` is the real one.
+    """A Gpu has what launching needs of one device; `cuda.CudaGpu` is the real one.
 
     alone: the process sees no other device, so that no call can be another's.
-    turn: held while programs that wait for each other are launched. follow: told of the stream of such a
-        launch before, so that it comes after those on other streams. room: bytes that may be allocated
+    turn: held while programs that wait for each other are launched. follow: called with the stream before
+        such a launch, so that it comes after those on other streams. room: bytes that may be allocated
         without a new peak.
     """
 
@@ -138,14 +139,14 @@ class Gpu(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """Which builds of a program's kernels: see `target.build_of`."""
+    """A variant says which builds of a program's kernels are used: see `target.build_of`."""
 
     loose: frozenset[str] = frozenset()
     wide: bool = False
 
 
 def misaligned(alignment: int, /, **values: int) -> frozenset[str]:
-    """The names of addresses and sizes that are no multiples of `alignment`."""
+    """Return the names of addresses and sizes that are no multiples of `alignment`."""
     return frozenset(name for name, value in values.items() if value % alignment)
 
 
@@ -153,7 +154,7 @@ def misaligned(alignment: int, /, **values: int) -> frozenset[str]:
 
 
 class _ExactPrinter(PythonPrinter):
-    """Sizes as Python text that computes in integers: the base class divides in floating point."""
+    """Print sizes as Python text that computes in integers: the base class divides in floating point."""
 
     def _ratio(self, expression: sympy.Expr) -> tuple[str, str]:
         numerator, denominator = sympy.fraction(sympy.together(expression))
@@ -176,7 +177,8 @@ FUNCTIONS: dict[str, Any] = {"Fraction": Fraction, "math": math, "torch": torch}
 
 
 def dim_source(dim: Dim, sizes: Sequence[sympy.Symbol]) -> str:
-    """Python text for a size, in terms of n0, n1, ... for `sizes`; integer arithmetic throughout."""
+    """Return Python text for a size, in terms of n0, n1, ... for `sizes`; it computes in integers
+    throughout."""
     if isinstance(dim, int):
         return str(dim)
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(sizes)}
@@ -192,7 +194,7 @@ def _tuple_source(dims: Iterable[Dim], sizes: Sequence[sympy.Symbol]) -> str:
 
 
 def evaluate(dims: Iterable[Dim], program: Program, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The values of `dims` for the values `sizes` of the symbols that the program is given."""
+    """Return the values of `dims` for the values `sizes` of the symbols that a call passes to the program."""
     names = FUNCTIONS | {f"n{i}": value for i, value in enumerate(sizes)}
     for i, (_, size) in enumerate(program.derived, len(program.sizes)):
         names[f"n{i}"] = eval(dim_source(size, program.sizes), dict(names))
@@ -203,7 +205,7 @@ def evaluate(dims: Iterable[Dim], program: Program, sizes: Sequence[int]) -> tup
 
 
 class _PerThread(threading.local):
-    """Elements allocated and the tensors, for each stream."""
+    """Each thread has, for each stream, the tensors and how many elements were allocated."""
 
     def __init__(self) -> None:
         self.by_stream: dict[int, tuple[tuple[int, ...], tuple[torch.Tensor, ...]]] = {}
@@ -220,7 +222,7 @@ SHARED_BYTES = 1 << 16  # of counters of any kernel; mailboxes of many rows are 
 
 @contextmanager
 def unkept_scratch() -> Generator[None]:
-    """A context in which, in this thread, launches keep no scratch for later ones."""
+    """Let launches in this thread keep no scratch for later ones, while entered."""
     before, _unkept.cleared = _unkept.cleared, {}
     try:
         yield
@@ -229,14 +231,14 @@ def unkept_scratch() -> Generator[None]:
 
 
 class ZeroedScratch:
-    """Buffers that kernels find zero and leave zero, so that none is cleared before a launch.
+    """Allocate buffers that kernels find zero and leave zero, so that none is cleared before a launch.
 
-    Kept for each stream, because launches on one stream follow each other, and for each thread,
-    because two threads may alternate launches of a program's kernels on one stream; not what is as large
-    as the mailboxes of thousands of rows, which is cleared in a hundredth of such a kernel's time. In a CUDA
-    graph's capture they are allocated, and cleared by the graph: it may later be replayed beside
-    other work. So they are within `unkept_scratch`, but once for all launches on a stream: each
-    finds zero what the one before left so. Kernels that start while others end do as well: they
+    They are kept for each stream, because launches on one stream follow each other, and for each thread,
+    because two threads may alternate launches of a program's kernels on one stream. Large buffers, such as
+    the mailboxes of thousands of rows, are not kept: they are cleared in a hundredth of such a kernel's time.
+    While a CUDA graph is captured, buffers are allocated, and cleared by the graph, which may later be
+    replayed beside other work. Within `unkept_scratch` this happens once for all launches on a stream, since
+    each leaves the buffers zero for the next. This holds for kernels that start while others end, too: they
     touch scratch behind their wait.
     """
 
@@ -246,18 +248,18 @@ class ZeroedScratch:
         self._kept = _PerThread()
 
     def __call__(self, stream: int, elements: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        """Tensors of at least so many elements each, all zero when the stream comes to them."""
+        """Return tensors of at least so many elements each, all zero when the stream comes to them."""
         if _unkept.cleared is not None:
             return self._shared(_unkept.cleared, stream, elements)
         if self._gpu.is_capturing():
             return self._allocate(elements)
-        found = self._kept.by_stream.get(stream)
-        if found is None or any(have < need for have, need in zip(found[0], elements, strict=True)):
-            made = self._allocate(elements)
-            if sum(tensor.nbytes for tensor in made) > KEPT_BYTES:
-                return made
-            found = self._kept.by_stream[stream] = (elements, made)
-        return found[1]
+        kept = self._kept.by_stream.get(stream)
+        if kept is None or any(have < need for have, need in zip(kept[0], elements, strict=True)):
+            tensors = self._allocate(elements)
+            if sum(tensor.nbytes for tensor in tensors) > KEPT_BYTES:
+                return tensors
+            kept = self._kept.by_stream[stream] = (elements, tensors)
+        return kept[1]
 
     def _shared(
         self, cleared: dict[int, torch.Tensor], stream: int, elements: tuple[int, ...]
@@ -281,7 +283,7 @@ class ZeroedScratch:
 
 
 class _Text:
-    """The lines of a function and what its names are bound to."""
+    """A text has the lines of a function and the values of its names."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -304,7 +306,7 @@ def bind(
     elsewhere: Launcher,
     too_large: Launcher,
 ) -> Launcher:
-    """The function that runs `program` on `gpu`: inputs, then sizes, to the tuple of outputs.
+    """Return the function that runs `program` on `gpu`: inputs, then sizes, to the tuple of outputs.
 
     entries: the program's kernels, built for `variant`. others: gives the function of another
     variant. elsewhere: takes calls whose first input or whose thread is on another device.
@@ -342,7 +344,8 @@ def _write_variants(
     parameters: str,
     others: Callable[[frozenset[str], bool], Launcher],
 ) -> None:
-    """Takes the addresses of the inputs, and hands calls that need other builds to those."""
+    """Write the lines that take the addresses of the inputs and pass calls on to other variants if they need
+    other builds."""
     arguments = [argument for kernel in program.kernels for argument in kernel.arguments]
     text.bind("variant", others)
     narrow = sorted({a.position for a in arguments if a.role is Role.SIZE and a.dtype == torch.int32})
@@ -352,19 +355,20 @@ def _write_variants(
     used = sorted({a.position for a in arguments if a.role is Role.INPUT})
     for i in used:
         text.add(f"p{i} = x{i}.data_ptr()")
-    claimed = sorted({a.given for a in arguments if a.given and a.aligned})
+    claimed = sorted({a.launch_name for a in arguments if a.launch_name and a.aligned})
     relied_on = [name for name in claimed if name not in variant.loose]
     if relied_on:
         text.bind("misaligned", misaligned)
-        found = f"misaligned({program.alignment}, {', '.join(f'{name}={name}' for name in claimed)})"
+        loose = f"misaligned({program.alignment}, {', '.join(f'{name}={name}' for name in claimed)})"
         text.add(f"if ({' | '.join(relied_on)}) & {program.alignment - 1}:")
-        text.add(f"    return variant({found}, {variant.wide})({parameters})")
+        text.add(f"    return variant({loose}, {variant.wide})({parameters})")
 
 
 def _write_grids(
     text: _Text, program: Program, parameters: str, too_large: Launcher
 ) -> list[tuple[str, str, str]]:
-    """Computes every grid before anything is launched. Returns three texts for each kernel."""
+    """Write the lines that compute every grid before anything is launched. Return three texts for each
+    kernel."""
     text.bind("too_large", too_large)
     grids: list[tuple[str, str, str]] = []
     for i, kernel in enumerate(program.kernels):
@@ -383,7 +387,8 @@ def _write_grids(
 
 
 def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
-    """Allocates outputs y0, y1, ..., but those that are written into inputs, and scratch s0, s1, ..."""
+    """Write the lines that allocate outputs y0, y1, ..., unless they are written into inputs, and scratch s0,
+    s1, ..."""
     text.bind("empty", gpu.empty)
     text.add(f"stream = {text.bind('current_stream', gpu.current_stream)}({gpu.index})")
     zeroed = [i for i, buffer in enumerate(program.scratch) if buffer.zeroed]
@@ -391,13 +396,13 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
     for name, buffer in [*((f"y{i}", b) for i, b in enumerate(program.outputs)), *plain]:
         shape = _tuple_source(buffer.shape, program.symbols)
         stride = _tuple_source(buffer.stride, program.symbols)
-        if (given := program.given(buffer)) is not None:
-            there = program.inputs[given]
-            if (there.shape, there.stride) == (buffer.shape, buffer.stride):
-                text.add(f"{name} = x{given}")
+        if (position := program.overwritten_input(buffer)) is not None:
+            overwritten = program.inputs[position]
+            if (overwritten.shape, overwritten.stride) == (buffer.shape, buffer.stride):
+                text.add(f"{name} = x{position}")
             else:
                 text.bind("reinterpreted", reinterpreted)
-                text.add(f"{name} = reinterpreted(x{given}, {shape}, {stride}, 0)")
+                text.add(f"{name} = reinterpreted(x{position}, {shape}, {stride}, 0)")
             continue
         dtype = text.bind(str(buffer.dtype).removeprefix("torch."), buffer.dtype)
         text.add(f"{name} = empty({shape}, {stride}, {dtype})")
@@ -411,7 +416,7 @@ def _write_buffers(text: _Text, program: Program, gpu: Gpu) -> None:
 def _write_launch(
     text: _Text, number: int, kernel: Kernel, entry: Entry, grid: tuple[str, str, str], gpu: Gpu
 ) -> None:
-    """Launches one kernel, unless an extent of its grid is zero."""
+    """Write the lines that launch one kernel, unless an extent of its grid is zero."""
     values = {
         Role.INPUT: "p{}",
         Role.OUTPUT: "y{}.data_ptr()",
@@ -448,26 +453,26 @@ def _write_launch(
 def _call(
     text: _Text, number: str, entry: Entry, grid: tuple[str, str, str], arguments: Sequence[str]
 ) -> str:
-    """The text of a launch."""
+    """Return the text of a launch."""
     if entry.direct is not None:
-        given = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
-        given |= {str(i): argument for i, argument in enumerate(arguments)}
+        texts = dict(zip("xyz", grid, strict=True)) | {"stream": "stream"}
+        texts |= {str(i): argument for i, argument in enumerate(arguments)}
         launch, layout = entry.direct
-        return f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, given)})"
+        return f"{text.bind(f'run{number}', launch)}({_passed(text, number, layout, texts)})"
     run = text.bind(f"run{number}", entry.run)
     function = text.bind(f"function{number}", entry.function)
     packed = text.bind(f"packed{number}", entry.packed)
     return f"{run}({', '.join([*grid, 'stream', function, packed, 'None', 'None', 'None', *arguments])})"
 
 
-def _passed(text: _Text, number: str, layout: Iterable[object], given: Mapping[str, str]) -> str:
-    """The arguments of a direct call as text."""
+def _passed(text: _Text, number: str, layout: Iterable[object], texts: Mapping[str, str]) -> str:
+    """Return the arguments of a direct call as text."""
     parts: list[str] = []
     for value in layout:
         if isinstance(value, Varying):
-            parts.append(given[value.name])
+            parts.append(texts[value.name])
         elif isinstance(value, tuple | list) and any(isinstance(v, Varying) for v in _flat(value)):
-            parts.append(f"({_passed(text, number, value, given)},)")
+            parts.append(f"({_passed(text, number, value, texts)},)")
         elif value is None or isinstance(value, bool | int):
             parts.append(repr(value))
         else:

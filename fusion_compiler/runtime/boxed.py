@@ -1,4 +1,6 @@
-"""Functions that take their arguments as one list, which they may empty, and which of two of them runs."""
+"""Wrap functions that take their arguments as one list, which they may empty, and choose which of two
+runs.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""From the text of a Triton kernel to machine code: loading, compiling, compiling many at once.
+"""Compile the text of Triton kernels to machine code: one, or many at once.
 
 The module imports neither torch nor the rest of the package: it is also the program that the
 compile server runs (see `compile_builds`), which then starts in a tenth of a second.
 
-Why processes: Triton holds the interpreter lock through the front end, MLIR and LLVM, about three
-quarters of the time; only ptxas overlaps between threads, so that any number of them gains a third
-at most. 16 row-softmax kernels for sm_90, Triton 3.7.1, two idle cores: 1.71 s one after the other,
-1.57 s in two threads, 1.69 s in four. Processes scale with the cores but start in half a second: 20
-kernels on two busy cores took 2.3 s here and 1.8 to 2.7 s in a server of two. What a process compiles
-reaches the others through Triton's own cache on disk, from where loading costs 1.6 ms a kernel.
+Processes are used because Triton holds the interpreter lock through the front end, MLIR and LLVM, about three
+quarters of the time; only ptxas overlaps between threads, so that any number of them gains a third at most.
+16 row-softmax kernels for sm_90, Triton 3.7.1, two idle cores: 1.71 s one after the other, 1.57 s in two
+threads, 1.69 s in four. Processes scale with the cores but start in half a second: 20 kernels on two busy
+cores took 2.3 s here and 1.8 to 2.7 s in a server of two. What a process compiles reaches the others through
+Triton's own cache on disk, from where loading costs 1.6 ms a kernel.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ IDLE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel to compile for one target.
+    """A build is one kernel to compile for one target.
 
     source: text of a module that defines `name` under @triton.jit.
     signature: (parameter, Triton type) in order, such as ("x_ptr", "*bf16") or ("n", "i64").
@@ -89,7 +89,7 @@ class Build:
 
 @functools.lru_cache(maxsize=4096)
 def load_kernel(source: str, name: str) -> JITFunction[Any]:
-    """The @triton.jit function `name` of the module `source`.
+    """Return the @triton.jit function `name` of the module `source`.
 
     Its lines are registered with linecache: tracebacks show them, and Triton, which reads a
     kernel through `inspect`, finds them. Raises what executing the module raises.
@@ -110,7 +110,7 @@ def _target(build: Build) -> GPUTarget:
 
 
 def _arguments(build: Build) -> dict[str, Any]:
-    """What triton.compile takes for `build`."""
+    """Return the arguments of triton.compile for `build`."""
     from triton.compiler import ASTSource
 
     attrs = {(i,): [["tt.divisibility", 16]] for i in build.divisible}
@@ -132,10 +132,10 @@ def _arguments(build: Build) -> dict[str, Any]:
 
 
 def _prepare_keys() -> None:
-    """Makes what is part of every kernel's key, once, in 0.3 s in which other threads run.
+    """Compute once what is part of every kernel's key, in 0.3 s in which other threads run.
 
-    Triton's hash of itself is made of a megabyte at a time. Beside a thread that is busy in Python, each
-    would wait for the interpreter's whole switch interval: 2 s, of which whoever needs a key sees the rest.
+    Triton hashes itself a megabyte at a time. Beside a thread that is busy in Python, each megabyte would
+    wait for the interpreter's whole switch interval: 2 s in all, of which whoever needs a key sees the rest.
 
     The functions that kernels call get their keys one after another: Triton counts a global constant of
     theirs in a kernel's key where they had one before, else not: another process would not find the kernel.
@@ -157,7 +157,7 @@ def _prepare_keys() -> None:
 
 
 def cache_entry(build: Build) -> Path:
-    """The folder of `build` in Triton's cache on disk, by the key that triton.compile uses."""
+    """Return the folder of `build` in Triton's cache on disk, by the key that triton.compile uses."""
     from triton import knobs
     from triton.compiler.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
@@ -176,7 +176,7 @@ def cache_entry(build: Build) -> Path:
 
 
 def is_entry(folder: Path) -> bool:
-    """Whether a folder is named as Triton names those of its cache, by a hash, and is no link to another."""
+    """True if a folder has a hash as its name, as in Triton's cache, and is no link to another folder."""
     return re.fullmatch(r"[A-Z2-7]{52}", folder.name) is not None and not folder.is_symlink()
 
 
@@ -187,7 +187,7 @@ def _cache_env_vars() -> dict[str, str]:
 
 
 def is_cached(build: Build) -> bool:
-    """Whether Triton's cache on disk has `build`, whole or damaged."""
+    """True if Triton's cache on disk has `build`, whole or damaged."""
     try:
         return (cache_entry(build) / f"__grp__{build.name[:150]}.json").exists()
     except Exception:  # asked only to save time: whatever is wrong shows when it is compiled
@@ -195,7 +195,7 @@ def is_cached(build: Build) -> bool:
 
 
 def compile_build(build: Build) -> CompiledKernel:
-    """Compiles `build`, or takes it from Triton's cache on disk when it is there and whole.
+    """Compile `build`, or take it from Triton's cache on disk when it is there and whole, and return it.
 
     Triton writes each file of an entry under another name and moves it, so a killed process
     leaves no half file; but it believes whatever it finds. A damaged entry (a truncated file, a
@@ -205,32 +205,32 @@ def compile_build(build: Build) -> CompiledKernel:
     import triton
 
     with TRITON_LOCK:
-        known = is_cached(build)
-        if known and not _is_whole(_seal_of(build)):
+        cached = is_cached(build)
+        if cached and not _is_whole(_seal_of(build)):
             forget(build)
-            known = False
+            cached = False
         try:
             kernel = triton.compile(**_arguments(build))
         except Exception as error:
             # Another process that found the same entry damaged may have removed its folder while
             # this one wrote there.
-            if not known and not isinstance(error, OSError):
+            if not cached and not isinstance(error, OSError):
                 raise
             forget(build)
-            known = False
+            cached = False
             kernel = triton.compile(**_arguments(build))
-        if not known or not _seal_of(build).exists():
+        if not cached or not _seal_of(build).exists():
             _seal(_seal_of(build))
         return kernel
 
 
 def _seal_of(build: Build) -> Path:
-    """The file with the checksum of an entry of Triton's cache."""
+    """Return the file with the checksum of an entry of Triton's cache."""
     return cache_entry(build) / f"{build.name[:150]}.sha256"
 
 
 def checksum(seal: Path) -> str:
-    """What the file with an entry's checksum should hold: that of all files of the kernel beside it."""
+    """Return the checksum that an entry's file should hold: of all files of the kernel beside it."""
     digest, names = hashlib.sha256(), (f"{seal.stem}.", f"__grp__{seal.stem}.")
     for file in sorted(seal.parent.iterdir()):
         if file.name.startswith(names) and file != seal and file.is_file():
@@ -239,7 +239,7 @@ def checksum(seal: Path) -> str:
 
 
 def _is_whole(seal: Path) -> bool:
-    """False when the entry's checksum exists and differs. Without one there is nothing to compare."""
+    """True unless the entry's checksum exists and differs. Without one there is nothing to compare."""
     try:
         return not seal.is_file() or seal.read_text(errors="replace") == checksum(seal)
     except OSError:  # another process is removing it
@@ -256,7 +256,7 @@ def _seal(seal: Path) -> None:
 
 
 def forget(build: Build) -> None:
-    """Removes `build` from Triton's cache on disk."""
+    """Remove `build` from Triton's cache on disk."""
     shutil.rmtree(cache_entry(build), ignore_errors=True)
 
 
@@ -265,11 +265,11 @@ def compile_builds(
     workers: int | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> dict[Build, str]:
-    """Brings every build into Triton's cache on disk, several at a time.
+    """Bring every build into Triton's cache on disk, several at a time.
 
-    Equal builds and those that the cache has cost nothing. workers: processes; by default one a
-    core, at most 16. report: told how many are done, and of how many, each time that one is. Returns the
-    reason for each build that did not compile; a build without a reason is ready for `compile_build`.
+    Equal builds and those that the cache has cost nothing. workers: processes; by default one a core, at most
+    16. report: called with how many are done, and of how many, each time that one is. Returns the reason for
+    each build that did not compile; a build without a reason is ready for `compile_build`.
     """
     missing = [build for build in dict.fromkeys(builds) if not is_cached(build)]
     workers = workers or _cores()
@@ -293,7 +293,8 @@ def _cores() -> int:
 
 
 def prepare() -> None:
-    """Starts the compile server, which is ready half a second later, and what keys are made of meanwhile."""
+    """Start the compile server, which is ready half a second later, and compute meanwhile what keys consist
+    of."""
     threading.Thread(target=_prepare_keys, daemon=True).start()
     if _cores() > 1 and sys.executable and _servers.lock.acquire(blocking=False):  # nobody uses it already
         try:
@@ -304,7 +305,7 @@ def prepare() -> None:
 
 
 def _attempt(build: Build, launched: bool = False) -> str | None:
-    """Compiles, and says what went wrong. launched: with its launcher."""
+    """Compile a build, and return what went wrong, or None. launched: True to compile its launcher, too."""
     try:
         kernel = compile_build(build)
     except Exception as error:
@@ -315,10 +316,10 @@ def _attempt(build: Build, launched: bool = False) -> str | None:
 
 
 def compile_launcher(kernel: CompiledKernel) -> None:
-    """Brings what launches kernels of such a signature into Triton's cache.
+    """Bring the launcher for kernels of this signature into Triton's cache.
 
-    Triton compiles C for each signature when a kernel is loaded (0.1 to 0.3 s), up to 3.6. What goes wrong
-    does so there again.
+    Triton compiles C for each signature when a kernel is loaded (0.1 to 0.3 s), up to 3.6. An error is
+    ignored here, because loading raises it again.
     """
     with contextlib.suppress(Exception):
         driver = importlib.import_module("triton.backends.nvidia.driver")
@@ -327,7 +328,8 @@ def compile_launcher(kernel: CompiledKernel) -> None:
 
 
 def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Build, str | None]]:
-    """Compiles in a server of `workers` processes; what the server fails to answer, here."""
+    """Compile in a server of `workers` processes, and here what the server fails to answer; yield builds and
+    reasons."""
     answered: set[int] = set()
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), _servers.lock:
         server = _servers.running(workers)
@@ -347,11 +349,11 @@ def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Bui
 
 
 class _Server:
-    """A fresh interpreter that runs this file and forks its workers.
+    """A server is a fresh interpreter that runs this file and forks its workers.
 
-    It is not multiprocessing's: that one imports the user's main module again, and forking this
-    process would copy a CUDA context and locks held by other threads. It ends when its input does,
-    with this process at the latest, or when it has not been asked for IDLE_SECONDS.
+    Multiprocessing's server would import the user's main module again, and forking this process would copy a
+    CUDA context and locks held by other threads. It ends when its input does, with this process at the
+    latest, or when it has not been asked for IDLE_SECONDS.
     """
 
     def __init__(self, workers: int) -> None:
@@ -367,12 +369,13 @@ class _Server:
         )
 
     def fits(self, workers: int) -> bool:
-        """Whether it lives, belongs to this process (which may be a fork), and would do the same."""
+        """True if the server lives, belongs to this process (which may be a fork), and has these workers and
+        settings."""
         mine = self._owner == os.getpid() and self._process.poll() is None
         return mine and self._purpose == (workers, _settings())
 
     def ask(self, builds: list[tuple[tuple[Any, ...], bool]]) -> None:
-        """builds: the fields of each, and whether its launcher is wanted too."""
+        """Send builds to the server. builds: the fields of each, and whether its launcher is wanted too."""
         assert self._process.stdin is not None
         pickle.dump(builds, self._process.stdin)
         self._process.stdin.flush()
@@ -392,7 +395,8 @@ class _Server:
 
 
 class _Servers:
-    """The server of this process, if one is running. `lock` is to be held while it is used."""
+    """An object of this class has the server of this process, if one is running. `lock` must be held while it
+    is used."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -424,7 +428,7 @@ atexit.register(_servers.end)
 
 
 def _settings() -> dict[str, str]:
-    """The environment variables that change what Triton compiles and where it leaves it."""
+    """Return the environment variables that change what Triton compiles and where it leaves it."""
     from triton import knobs
 
     chosen = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
@@ -445,14 +449,15 @@ def _numbered_attempt(job: tuple[int, tuple[tuple[Any, ...], bool]]) -> tuple[in
 
 
 def _begin_worker() -> None:
-    """A worker whose server is killed would wait for jobs for ever; and who plans meanwhile goes first."""
+    """Let a worker end with its server, instead of waiting for jobs for ever, and give way to the process
+    that plans."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG, of Linux
         os.nice(NICE)
 
 
 def serve(workers: int, requests: IO[bytes], replies: IO[bytes]) -> None:
-    """The compile server: for each pickled list of builds a pickled (index, reason) of each."""
+    """Run the compile server: for each pickled list of builds, write a pickled (index, reason) of each."""
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 

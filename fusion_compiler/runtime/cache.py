@@ -1,4 +1,4 @@
-"""Small records on disk that survive anything: concurrent processes, kill -9, damaged files.
+"""Keep small records on disk that survive anything: concurrent processes, kill -9, damaged files.
 
 A record is one file, `<sha256 of the key>.json`, that holds its key, its value and a checksum. It
 is written under another name, flushed to the disk and moved into place, so a reader sees the whole
@@ -38,18 +38,18 @@ WRITES_PER_CHECK = 64
 
 
 def default_path() -> Path:
-    """$FUSION_CACHE_DIR, or ~/.cache/fusion_compiler."""
-    given = os.environ.get("FUSION_CACHE_DIR")
-    return Path(given) if given else Path.home() / ".cache" / "fusion_compiler"
+    """Return $FUSION_CACHE_DIR, or ~/.cache/fusion_compiler."""
+    folder = os.environ.get("FUSION_CACHE_DIR")
+    return Path(folder) if folder else Path.home() / ".cache" / "fusion_compiler"
 
 
 class Cache:
-    """Records by key: a value is anything that JSON holds, None excepted.
+    """A cache keeps records by key: a value is anything that JSON holds, except None.
 
-    path: the folder below which they have one of their own, made when the first record is written; by default
+    path: the folder above the records' folder, which is created when the first record is written; by default
         `default_path()`.
     max_bytes: when the records outgrow it, those not used for longest go, down to nine tenths.
-    folder: the name of the records' own.
+    folder: the name of the records' folder.
 
     Where the folder cannot be written, one FusionWarning says so, and the records live in memory,
     for this object alone. Nothing that is found on disk raises.
@@ -65,7 +65,7 @@ class Cache:
         self._writes = 0
 
     def get(self, key: str) -> Any:
-        """The value last put under `key`, or None."""
+        """Return the value last put under `key`, or None."""
         if key in self._memory:
             return self._memory[key]
         file = self._file(key)
@@ -77,12 +77,12 @@ class Cache:
         return record["value"]
 
     def is_damaged(self, key: str) -> bool:
-        """Whether there is a file for `key` that is no whole record of it."""
+        """True if there is a file for `key` that is no whole record of it."""
         record = read_record(file := self._file(key))
         return os.path.lexists(file) and (record is None or record["key"] != key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keeps `value` under `key`. Raises TypeError when JSON cannot hold it."""
+        """Keep `value` under `key`. Raise TypeError when JSON cannot hold it."""
         text = _seal(key, value)
         if self._on_disk:
             try:
@@ -93,23 +93,23 @@ class Cache:
         self._memory[key] = json.loads(text)["value"]
 
     def list(self) -> dict[str, Any]:
-        """Every record: key -> value."""
+        """Return all records as {key: value}."""
         records = (read_record(file) for file in self.files())
         return {r["key"]: r["value"] for r in records if r is not None} | self._memory
 
     def size(self) -> int:
-        """Bytes on disk."""
+        """Return the bytes on disk."""
         return sum(size for _, size, _ in self._stats())
 
     def clear(self) -> None:
-        """Removes every record, and what killed writers left."""
+        """Remove every record, and what killed writers left."""
         self._memory.clear()
         for file in [*self.files(), *self.files(UNFINISHED)]:
             with contextlib.suppress(OSError):
                 file.unlink()
 
     def files(self, names: re.Pattern[str] = RECORD) -> list[Path]:
-        """The plain files of such names, sorted: what else lies in the folder is not the cache's."""
+        """Return the plain files of such names, sorted. Other files in the folder are not the cache's."""
         try:
             with os.scandir(self.path) as entries:
                 plain = [e.name for e in entries if e.is_file(follow_symlinks=False)]
@@ -121,13 +121,13 @@ class Cache:
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
     def _stats(self) -> list[tuple[float, int, Path]]:
-        """(last use, bytes, file) of each record; those that vanish meanwhile are left out."""
-        found: list[tuple[float, int, Path]] = []
+        """Return (last use, bytes, file) of each record, without those that vanish meanwhile."""
+        stats: list[tuple[float, int, Path]] = []
         for file in self.files():
             with contextlib.suppress(OSError):
                 about = file.stat()
-                found.append((about.st_mtime, about.st_size, file))
-        return found
+                stats.append((about.st_mtime, about.st_size, file))
+        return stats
 
     def _write(self, file: Path, text: str) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class Cache:
         self._writes += 1
 
     def _evict(self) -> None:
-        """Removes the records not used for longest, and what killed writers left."""
+        """Remove the records not used for longest, and what killed writers left."""
         stats = sorted(self._stats(), key=lambda stat: stat[0])
         total = sum(size for _, size, _ in stats)
         goal = self.max_bytes if total <= self.max_bytes else self.max_bytes * 9 // 10
@@ -171,7 +171,7 @@ class Cache:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is this user's, or yet to be made."""
+    """True if a folder is this user's, or does not exist yet."""
     try:
         return not hasattr(os, "getuid") or folder.stat().st_uid == os.getuid()
     except FileNotFoundError:
@@ -190,7 +190,8 @@ def _seal(key: str, value: Any) -> str:
 
 
 def read_plain(file: Path) -> bytes:
-    """What is in a plain file. Raises OSError for anything else: a pipe would wait for somebody to write."""
+    """Return the content of a plain file. Raise OSError for anything else: a pipe would wait for somebody to
+    write."""
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -199,7 +200,7 @@ def read_plain(file: Path) -> bytes:
 
 
 def read_record(file: Path) -> dict[str, Any] | None:
-    """The record in `file` ({key, value, sha256}), or None when there is none that is whole."""
+    """Return the record in `file` ({key, value, sha256}), or None if it is not whole."""
     try:
         record = json.loads(read_plain(file))
         text = json.dumps(record["value"], sort_keys=True)

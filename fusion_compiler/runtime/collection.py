@@ -1,4 +1,4 @@
-"""Python's garbage collection while a graph is compiled: the old generation is left alone.
+"""Leave the old generation alone in Python's garbage collection while a graph is compiled.
 
 A compilation makes millions of objects that live until its end, and a process that has PyTorch and a model's
 library imported has a million more: Python then goes through all of them, again and again, and frees next to
@@ -23,7 +23,7 @@ _before: tuple[int, int, int] = gc.get_threshold()
 
 @contextmanager
 def rare_collections() -> Generator[None]:
-    """Full collections do not run under it. It may be entered by several threads, and again by each."""
+    """Run no full collections while entered. Several threads may enter it, and each of them again."""
     global _inside, _before
     with _lock:
         _inside += 1

@@ -1,4 +1,4 @@
-"""The GPU as launching sees it: streams, allocation, loading machine code, and timing."""
+"""Give launching access to the GPU: streams, allocation, loading machine code, and timing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def make_cache_writable() -> None:
-    """Where Triton's cache folder cannot be written, warns and moves it to a temporary one.
+    """Warn if Triton's cache folder cannot be written, and move it to a temporary one.
 
     Triton writes each kernel there before it loads it, and cannot do without.
     """
@@ -65,7 +65,7 @@ def make_cache_writable() -> None:
 
 
 def _leave_cache(reason: object) -> None:
-    """From now on Triton's cache is a temporary folder, which is said."""
+    """Make a temporary folder Triton's cache from now on, and warn."""
     from triton import knobs
 
     folder = knobs.cache.dir
@@ -75,7 +75,7 @@ def _leave_cache(reason: object) -> None:
 
 
 def _compiled(build: Build) -> CompiledKernel:
-    """`compile_build`, in a temporary folder where Triton's own has no room or turns out to be broken."""
+    """Compile a build, in a temporary folder if Triton's own has no room or turns out to be broken."""
     try:
         return compile_build(build)
     except OSError as error:
@@ -86,7 +86,7 @@ def _compiled(build: Build) -> CompiledKernel:
 
 
 class CudaGpu:
-    """One CUDA or HIP device, by its index. Fulfils `binding.Gpu`."""
+    """A CudaGpu is one CUDA or HIP device, by its index. It implements `binding.Gpu`."""
 
     def __init__(self, index: int) -> None:
         from triton.runtime import driver
@@ -113,10 +113,11 @@ class CudaGpu:
         return torch.cuda.is_current_stream_capturing()
 
     def follow(self, stream: int, /) -> None:
-        """Makes the programs launched on `stream` next wait for those of the last call on another stream.
+        """Make the programs launched on `stream` next wait for those of the last call on another stream.
 
-        Of two launches whose programs wait for each other, each can hold places that the other needs: where
-        processes take turns on a device, cooperative ones too. Not in a CUDA graph, which has its own order.
+        Two launches whose programs wait for each other can each hold places that the other needs; if
+        processes take turns on a device, cooperative launches can as well. This does nothing in a CUDA graph,
+        which has its own order.
         """
         last = self._last_stream
         if stream == last or self.is_capturing():
@@ -127,7 +128,7 @@ class CudaGpu:
             torch.cuda.ExternalStream(stream, self.index).wait_event(event)
 
     def load(self, build: Build) -> Entry:
-        """Compiles `build` if need be and loads it; equal builds once.
+        """Compile `build` if need be, load it, and return its entry. Equal builds are loaded once.
 
         Code that the driver refuses or that does not load is taken for a damaged cache entry:
         removed and compiled again, once. Raises Triton's OutOfResources when the kernel needs
@@ -159,7 +160,8 @@ class CudaGpu:
         return self._loaded[build]
 
     def _resident(self, build: Build, kernel: CompiledKernel) -> int | None:
-        """How many programs of a kernel the device holds at a time; None where the driver does not say."""
+        """Return how many programs of a kernel the device holds at a time, or None if the driver does not
+        say."""
         backend, _, warp_size = build.target
         library, function = OCCUPANCY[backend]
         threads, programs = build.num_warps * warp_size, ctypes.c_int()
@@ -174,7 +176,7 @@ class CudaGpu:
         return None if failed else programs.value * count
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Median GPU microseconds of each call, in rounds over all, so that clocks drift for all.
+        """Return the median GPU microseconds of each call, in rounds over all, so that clocks drift for all.
 
         The GPU is held busy while a round's launches are queued: what is timed is its work alone, with
         nothing in the L2, as between two steps of a model. Processes time on one GPU one after the other.
@@ -197,7 +199,8 @@ class CudaGpu:
 
     @contextmanager
     def _alone(self) -> Generator[None]:
-        """No other process times on this GPU, but for one that takes too long or is another user's."""
+        """Keep other processes from timing on this GPU, unless one takes too long or is another user's, while
+        entered."""
         device = torch.cuda.get_device_properties(self.index)
         name = f"fusion-compiler-{getattr(device, 'uuid', self.index)}.lock"
         lock = FileLock(Path(tempfile.gettempdir()) / name, timeout=LONGEST_TURN)
@@ -221,7 +224,7 @@ class CudaGpu:
 
 @functools.cache
 def gpu_of(index: int) -> CudaGpu:
-    """The device `index`; one object each, because loaded code is shared by all that launch it."""
+    """Return the device `index` as one object, because loaded code is shared by all that launch it."""
     return CudaGpu(index)
 
 
@@ -261,14 +264,15 @@ def _reload(build: Build, error: Exception) -> tuple[CompiledKernel, Any]:
 
 
 def _is_cached(file: Path) -> bool:
-    """Whether a file lies in an entry of Triton's cache."""
+    """True if a file lies in an entry of Triton's cache."""
     from triton import knobs
 
     return is_entry(file.parent) and file.parent.parent.resolve() == Path(knobs.cache.dir).resolve()
 
 
 def _empty_function() -> Callable[[Any, Any, torch.dtype], torch.Tensor]:
-    """Allocates on the current device; torch's own generated code uses the same short cut."""
+    """Return the function that allocates on the current device; torch's own generated code uses the same
+    short cut."""
     if torch.version.hip is None:
         from torch._C._dynamo import guards
 

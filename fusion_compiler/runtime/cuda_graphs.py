@@ -1,7 +1,7 @@
-"""Launching a whole graph at once: recorded on the device at the second call, and replayed from then on.
+"""Launch a whole graph at once: it is recorded on the device at the second call, and replayed from then on.
 
-What stands here is which graphs may be recorded, and why others may not. The first call of a graph runs as
-without recordings: kernels are tuned in it.
+This module decides which graphs may be recorded, and says why others may not. The first call of a graph runs
+without a recording: kernels are tuned in it.
 
 Where the user asks for recordings they are PyTorch's (torch._inductor.cudagraph_trees, what
 torch.compile(mode="reduce-overhead") uses), with one pool for all. Results lie in it: the next step's may
@@ -55,9 +55,10 @@ Tuning = Callable[[Boxed, Sequence[Any], Sequence[int], int], None]
 
 @dataclass(frozen=True)
 class Form:
-    """What differs between calls of one graph, as positions of arguments: a recording is of one form.
+    """A form has the positions of arguments that differ between calls of one graph: a recording is of one
+    form.
 
-    sizes: numbers, of which all that is symbolic is made. written: tensors that are written into, whose
+    sizes: numbers, from which all symbolic sizes follow. written: tensors that are written into, whose
     addresses may change.
     """
 
@@ -65,17 +66,18 @@ class Form:
     written: tuple[int, ...] = ()
 
     def of(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """That of a call: its sizes, then its addresses."""
+        """Return the form of a call: its sizes, then its addresses."""
         sizes = [arguments[i] for i in self.sizes]
         return (*sizes, *(arguments[i].data_ptr() for i in self.written))
 
-    def is_aligned(self, found: tuple[int, ...]) -> bool:
-        """Whether calls of a form can be recorded: PyTorch's recordings would write into an aligned copy."""
-        return not any(address % ALIGNED for address in found[len(self.sizes) :])
+    def is_aligned(self, values: tuple[int, ...]) -> bool:
+        """True if calls of a form can be recorded: PyTorch's recordings would write into an aligned copy."""
+        return not any(address % ALIGNED for address in values[len(self.sizes) :])
 
 
 def form_of(gm: fx.GraphModule, static_inputs: Sequence[int]) -> Form:
-    """static_inputs: positions of the arguments whose addresses stay the same."""
+    """Return the form of a graph's calls. static_inputs: positions of the arguments whose addresses stay the
+    same."""
     from torch._dynamo.backends.cudagraphs import find_input_mutations
 
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -84,7 +86,7 @@ def form_of(gm: fx.GraphModule, static_inputs: Sequence[int]) -> Form:
 
 
 def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
-    """Why calls of a captured graph cannot be recorded; None where they can.
+    """Return why calls of a captured graph cannot be recorded, or None if they can.
 
     gm: functional ATen but for writes into arguments, annotated with FakeTensors.
     """
@@ -121,7 +123,8 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
 
 
 def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
-    """A result that is a view of an argument, or of memory that another result shows as well."""
+    """Return a result that is a view of an argument, or of memory that another result shows as well, or
+    None."""
     roots = {node: _root(node) for node in results}
     several = Counter(roots.values())
     views = (node for node in results if is_view_node(node))
@@ -129,56 +132,57 @@ def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """The node that has the memory which a result shows; the argument that has been written into."""
+    """Return the node that has the memory which a result shows; the argument, if it has been written into."""
     while is_view_node(node) or node.target is torch.ops.aten.copy_.default:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def repeatable(gm: fx.GraphModule) -> tuple[int, ...] | None:
-    """Positions of arguments that a graph writes into, where calls can be made once more after these have
-    been put back; None where it may leave something else, as where it draws random numbers."""
+    """Return the positions of arguments that a graph writes into, if a call can be repeated after these have
+    been put back; None if it may leave something else, as when it draws random numbers."""
     places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    found: set[int] = set()
+    positions: set[int] = set()
     for node in gm.graph.nodes:
         if node.op != "call_function" or isinstance(node.target, BuiltinFunctionType):
             continue
         if not isinstance(node.target, OpOverload) or draws(node.target):
             return None
         into = tree_leaves([node.args[i] for i in written(node.target) if i < len(node.args)])
-        found |= {places[root] for root in map(_root, into) if root in places}
-    return tuple(sorted(found))
+        positions |= {places[root] for root in map(_root, into) if root in places}
+    return tuple(sorted(positions))
 
 
 def _sized(inputs: Sequence[fx.Node], form: Form) -> bool:
-    """Whether all sizes of a graph's arguments are numbers, or made of those that are arguments as well."""
+    """True if all sizes of a graph's arguments are numbers, or follow from those that are arguments as
+    well."""
     from torch.fx.experimental.symbolic_shapes import free_symbols
 
-    given: set[sympy.Symbol] = set()
+    defined: set[sympy.Symbol] = set()
     needed: set[sympy.Symbol] = set()
     for i, node in enumerate(inputs):
         value = node.meta.get("val")
         if i in form.sizes:
-            given |= {value.node.expr} if isinstance(value, torch.SymInt) else set()
+            defined |= {value.node.expr} if isinstance(value, torch.SymInt) else set()
         elif not isinstance(value, torch.Tensor):
             return False
         else:
             needed |= free_symbols([*value.shape, *value.stride(), value.storage_offset()])
-    return needed <= given
+    return needed <= defined
 
 
 def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Each value of a graph, those of a node with several one by one, and its node."""
+    """Return each value of a graph with its node; a node with several values appears once for each."""
     return [(n, value) for n in gm.graph.nodes for value in tree_leaves(n.meta.get("val"))]
 
 
 def is_asked(note: str | None) -> bool:
-    """Whether a graph is recorded because the user wants it, by what was noted: calls overwrite results."""
+    """True if a note says that a graph is recorded because the user wants it: calls overwrite results."""
     return note is not None and note.partition(";")[0] == RECORDED
 
 
 def is_recorded(note: str | None) -> bool:
-    """Whether a graph is recorded, asked for or not, by what was noted."""
+    """True if a note says that a graph is recorded, asked for or not."""
     return note is not None and note.startswith(RECORDED)
 
 
@@ -190,7 +194,8 @@ def _no_note(text: str) -> None:
 
 
 class Recordings:
-    """Which graphs of one compile() are recorded: a backward only where its forward is.
+    """An object of this class knows which graphs of one compile() are recorded: a backward only if its
+    forward is.
 
     limit: `Options.graph_memory`, for those that are recorded unasked.
     """
@@ -253,7 +258,8 @@ class Recordings:
     def _unasked(
         self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, terms: Terms | str | None, note: Note
     ) -> tuple[Boxed, str]:
-        """terms: or the reason why the graph is not recorded."""
+        """Return `run`, recorded or as it is, and a note of it. terms: or the reason why the graph is not
+        recorded."""
         graph = info.name.partition(".")[0]
         pair = self._pairs.get(graph)
         if info.phase is Phase.BACKWARD:
@@ -323,7 +329,7 @@ def _writes(gm: fx.GraphModule) -> bool:
 
 
 def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], index: int) -> Boxed:
-    """`later`, which records, with the schedules that are fastest in `run`."""
+    """Return `later`, which records, with the schedules that are fastest in `run`."""
 
     def call(arguments: list[Any]) -> Any:
         tuning(run, arguments, written, index)
@@ -333,7 +339,7 @@ def _tuned(run: Boxed, later: Boxed, tuning: Tuning, written: Sequence[int], ind
 
 
 def _pays(terms: TermsOf, pool: Pool, gm: fx.GraphModule, form: Form) -> Callable[[tuple[int, ...]], bool]:
-    """Return what says whether calls with such numbers as sizes are recorded unasked."""
+    """Return the function that says whether calls with such numbers as sizes are recorded unasked."""
     nodes = gm.graph.find_nodes(op="placeholder")
     values = [nodes[i].meta["val"] for i in form.sizes]
     symbols = [v.node.expr if isinstance(v, torch.SymInt) else None for v in values]
@@ -347,8 +353,8 @@ def _pays(terms: TermsOf, pool: Pool, gm: fx.GraphModule, form: Form) -> Callabl
 
 
 def _if_last(plain: Boxed, later: Boxed) -> Boxed:
-    """`later`, a recorded backward, but `plain` where another is to follow: what was saved died while it was
-    recorded, and its memory was used again, as each replay does."""
+    """Return `later`, a recorded backward, which is `plain` if another backward is to follow: what was saved
+    died while it was recorded, and its memory was used again, as each replay does."""
 
     def call(arguments: list[Any]) -> Any:
         return (plain if is_kept() else later)(arguments)
@@ -362,7 +368,7 @@ def _device_index(gm: fx.GraphModule) -> int:
 
 
 def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo, index: int) -> Boxed:
-    """`run` behind PyTorch's recordings for device `index`."""
+    """Return `run` behind PyTorch's recordings for device `index`."""
     from torch._dynamo.backends.cudagraphs import find_input_mutations, get_stack_traces
     from torch._inductor.cudagraph_trees import cudagraphify_impl
     from torch._inductor.cudagraph_utils import get_placeholder_info
@@ -388,24 +394,25 @@ def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphI
 def _when_known(
     plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] = lambda sizes: True
 ) -> Boxed:
-    """`later` for calls of a form that came before, else `plain`: to record takes as long as many calls.
+    """Return a function that calls `later` for a form that came before, and else `plain`: to record takes as
+    long as many calls.
 
     pays: whether those with some sizes are recorded at all; asked when they come again.
     """
     pays = functools.lru_cache(maxsize=4 * MOST_FORMS)(pays)
-    known: set[tuple[int, ...]] = set()
+    repeated: set[tuple[int, ...]] = set()
     once: dict[tuple[int, ...], None] = {}
 
     def call(arguments: list[Any]) -> Any:
-        found = form.of(arguments)
-        if found in known:
+        key = form.of(arguments)
+        if key in repeated:
             return later(arguments)
-        if found in once and len(known) < MOST_FORMS and pays(found[: len(form.sizes)]):
-            del once[found]
-            known.add(found)
+        if key in once and len(repeated) < MOST_FORMS and pays(key[: len(form.sizes)]):
+            del once[key]
+            repeated.add(key)
             return later(arguments)
-        if form.is_aligned(found):
-            once[found] = None
+        if form.is_aligned(key):
+            once[key] = None
             if len(once) > MOST_FORMS:
                 del once[next(iter(once))]
         return plain(arguments)
@@ -414,7 +421,8 @@ def _when_known(
 
 
 def _beside_recordings(run: Boxed, index: int) -> Boxed:
-    """A backward that is not recorded, of a forward that is: its recordings are told that it runs."""
+    """Return an unrecorded backward of a recorded forward, which reports to the forward's recordings that it
+    runs."""
     from torch._inductor.cudagraph_trees import get_manager
 
     def call(arguments: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What FUSION_DEBUG prints and FUSION_DUMP writes.
+"""Print what FUSION_DEBUG asks for, and write what FUSION_DUMP asks for.
 
 FUSION_DEBUG=1   each graph's plan           FUSION_DUMP=dir  the same as files, everything:
 FUSION_DEBUG=2   + every rejection           dir/<graph>/plan.txt, plan.json
@@ -28,7 +28,8 @@ PLAN, REJECTIONS, KERNELS, GRAPHS = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class DebugSettings:
-    """level: 0 (nothing) to 4. dump: the directory that everything is written to, or None.
+    """The settings say what one compilation prints and writes. level: 0 (nothing) to 4. dump: the directory
+    that everything is written to, or None.
 
     problem: what was wrong with the environment's values, for one warning.
     """
@@ -50,7 +51,7 @@ class DebugSettings:
 
 
 class Debug:
-    """Prints and writes what one compilation decides. With default settings it does nothing.
+    """Print and write what one compilation decides. With default settings this does nothing.
 
     warned: where problems go, once each. stream: None is the present sys.stderr.
     """
@@ -65,7 +66,8 @@ class Debug:
             warned.warn("FUSION_DEBUG", settings.problem)
 
     def plan(self, plan: FusionPlan) -> None:
-        """Level 1, with every rejection from level 2; plan.txt (every rejection) and plan.json."""
+        """Print a plan from level 1, with every rejection from level 2; write plan.txt (every rejection) and
+        plan.json."""
         level = self.settings.level
         if level >= PLAN:
             print_plan(plan, level, self._out())
@@ -73,19 +75,19 @@ class Debug:
             self._write(plan.name, "plan.txt", format_plan(plan, REJECTIONS) + "\n")
             self._write(plan.name, "plan.json", json.dumps(plan.json(), indent=1) + "\n")
 
-    def breaks(self, found: Sequence[GraphBreak]) -> None:
-        """Level 1."""
-        if found and self.settings.level >= PLAN:
-            print(breaks_text(found), file=self._out())
+    def breaks(self, breaks: Sequence[GraphBreak]) -> None:
+        """Print graph breaks from level 1."""
+        if breaks and self.settings.level >= PLAN:
+            print(breaks_text(breaks), file=self._out())
 
     def kernel(self, graph: str, name: str, source: str) -> None:
-        """Level 3; kernels/<name>.py."""
+        """Print a kernel from level 3; write kernels/<name>.py."""
         if self.settings.level >= KERNELS:
             print(f"# kernel {name} of {graph}\n{source.rstrip()}\n", file=self._out())
         self._write(graph, f"kernels/{_file_name(name)}.py", source)
 
     def stage(self, graph: str, stage: str, what: str | fx.GraphModule) -> None:
-        """Level 4: the graph after a pass, as text or as a module; graph-<stage>.py."""
+        """Print the graph after a pass, as text or as a module, from level 4; write graph-<stage>.py."""
         if self.settings.level < GRAPHS and not self._dump:
             return  # printing a graph is slow
         text = what if isinstance(what, str) else what.print_readable(print_output=False)
@@ -112,7 +114,8 @@ class Debug:
             self._dump = None
 
     def _folder(self, dump: Path, graph: str) -> Path:
-        """A folder that this compilation alone writes: another one's of the same name is left as it is."""
+        """Return a folder that this compilation alone writes. Another one's folder of the same name is left
+        as it is."""
         if graph not in self._folders:
             base, number = _file_name(graph), 1
             while True:
@@ -129,5 +132,5 @@ class Debug:
 
 
 def _file_name(name: str) -> str:
-    """A name with everything that a file system or a shell may take amiss as "_"."""
+    """Return a name with "_" for everything that a file system or a shell may misread."""
     return re.sub(r"[^\w.-]", "_", name).lstrip(".") or "_"

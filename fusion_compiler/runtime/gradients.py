@@ -1,12 +1,13 @@
-"""Gradients handed on while a compiled backward runs: when one is made, and its parameter was last read.
+"""Hand gradients on while a compiled backward runs, as soon as one exists and its parameter was last read.
 
-What autograd gets of a compiled backward it gets at the end, when all gradients are there. So a stitched
-backward calls a `Handover` as soon as a gradient is made and nothing reads the parameter any more. Whoever
-takes gradients of parameters (`take`) is given it there, and autograd is told that there is none.
+Autograd gets the gradients of a compiled backward only at the end, when all of them exist. So a stitched
+backward calls a `Handover` as soon as a gradient exists and nothing reads the parameter any more. Whoever
+takes gradients of parameters (`take`) gets it there, and autograd gets None for it.
 
-That is right where the parameter has no other gradient in the pass. Autograd does not tell, so the first pass
-of each backward hands nothing on and looks: where what arrives at the parameter is the very tensor that this
-backward made, it was all. A further gradient in a later pass is a second one to who took the first.
+That is right if the parameter has no other gradient in the pass. Autograd does not say so, so the first pass
+of each backward hands nothing on and looks: if the tensor that arrives at the parameter is the very tensor
+that this backward computed, there was no other. A further gradient in a later pass is a second one to who
+took the first.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _takers: Any = WeakTensorKeyDictionary()  # parameter -> weak method of who take
 
 
 def take(param: Tensor, taker: Taker) -> None:
-    """Has `taker`, a method whose object is not kept alive by that, called with the parameter's gradients in
-    the middle of compiled backward passes."""
+    """Register `taker` (held by a weak reference) to receive the parameter's gradients in the middle of
+    compiled backward passes."""
     _takers[param] = weakref.WeakMethod(taker)
 
 
@@ -40,13 +41,14 @@ def leave(param: Tensor) -> None:
 
 
 class Handovers:
-    """Those of one compile(): what a backward hands on is for arguments of its forward."""
+    """An object of this class creates the handovers of one compile(): what a backward hands on is for
+    arguments of its forward."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[int, ...]] = {}  # graph -> which arguments of its forward are tensors
 
     def of(self, gm: fx.GraphModule, info: GraphInfo) -> Handover | None:
-        """That of a backward whose forward came before; None of other graphs."""
+        """Return the handover of a backward whose forward came before, or None for other graphs."""
         graph = info.name.partition(".")[0]
         if info.phase is Phase.FORWARD:
             values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
@@ -60,7 +62,7 @@ class Handovers:
 
 
 class Handover:
-    """Of one backward graph.
+    """A handover belongs to one backward graph.
 
     gm: its placeholders that are arguments of the forward graph have their names (`argument_name`); its
         outputs are the gradients of these arguments.
@@ -70,7 +72,7 @@ class Handover:
 
     def __init__(self, gm: fx.GraphModule, tensors: Sequence[int], parameters: Sequence[int]) -> None:
         self.enabled = True
-        self.given = {position: self._give(position) for position in parameters}
+        self.hooks = {position: self._give(position) for position in parameters}
         self._tensors = tuple(tensors)
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         self._arguments = {names.index(n): i for i in tensors if (n := argument_name(i)) in names}
@@ -78,7 +80,7 @@ class Handover:
         self._running = threading.local()
 
     def around(self, run: Boxed) -> Boxed:
-        """`run` of the stitched graph, with what it needs to hand gradients on."""
+        """Return `run` of the stitched graph, with what it needs to hand gradients on."""
 
         def call(arguments: list[Any]) -> Any:
             if not (_takers and self.enabled) or torch.is_grad_enabled():
@@ -93,7 +95,8 @@ class Handover:
         return call
 
     def _give(self, position: int) -> Callable[[Tensor], Tensor | None]:
-        """Called with the gradient of argument `position`; what the graph returns for it."""
+        """Return the hook that is called with the gradient of argument `position`, and returns what the graph
+        returns for it."""
 
         def give(grad: Tensor) -> Tensor | None:
             edge = getattr(self._running, "edges", {}).get(position)
@@ -103,25 +106,26 @@ class Handover:
         return give
 
     def _edges(self, arguments: Sequence[Any]) -> Mapping[int, Any]:
-        """Where autograd will put the gradients that somebody takes: argument -> the parameter's node."""
+        """Return where autograd will put the gradients that somebody takes: argument -> the parameter's
+        node."""
         node: Any = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         following: Sequence[Any] = node.next_functions if node is not None else ()
         if len(following) != len(self._tensors):
             return {}
-        found = {
+        edges = {
             position: edge
             for position, (edge, _) in zip(self._tensors, following, strict=True)
             if (param := getattr(edge, "variable", None)) is not None and param in _takers
         }
-        new = [position for position, edge in found.items() if edge.variable not in self._alone]
-        shared = self._shared(arguments, found) if new else set[int]()
+        new = [position for position, edge in edges.items() if edge.variable not in self._alone]
+        shared = self._shared(arguments, edges) if new else set[int]()
         for position in new:
             if position in shared:
-                self._alone[found[position].variable] = False
-        return found
+                self._alone[edges[position].variable] = False
+        return edges
 
     def _shared(self, arguments: Sequence[Any], edges: Mapping[int, Any]) -> set[int]:
-        """Parameters whose memory is read by another name as well."""
+        """Return the positions of parameters whose memory is read by another name as well."""
         memory = Counter(_memory(edge.variable) for edge in edges.values())
         for i, argument in enumerate(arguments):
             if isinstance(argument, Tensor) and self._arguments.get(i) not in edges:
@@ -141,12 +145,13 @@ class Handover:
         return taker is not None and taker(param, grad)
 
     def _look(self, edge: Any, param: Tensor, grad: Tensor) -> None:
-        """Notes whether what arrives at a parameter is `grad`, which nothing is added to while it is held."""
-        made: list[Tensor] = [grad]
+        """Note whether the gradient that arrives at a parameter is `grad`, to which nothing is added while it
+        is held."""
+        pending: list[Tensor] = [grad]
 
         def arrived(grads: Sequence[Tensor | None]) -> None:
-            if made:
-                self._alone[param] = grads[0] is made.pop()
+            if pending:
+                self._alone[param] = grads[0] is pending.pop()
             handle.remove()
 
         handle = edge.register_prehook(arrived)
@@ -157,7 +162,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _will_arrive(edge: Any) -> bool:
-    """Whether the pass accumulates the gradient: it does not where gradients are asked for, or others."""
+    """True if the pass accumulates this gradient. It does not under torch.autograd.grad, or if `inputs` names
+    other tensors."""
     try:
         return torch._C._will_engine_execute_node(edge)  # type: ignore[attr-defined]
     except RuntimeError:  # torch.autograd.grad
@@ -165,6 +171,6 @@ def _will_arrive(edge: Any) -> bool:
 
 
 def _is_as_given(param: Any, grad: Tensor) -> bool:
-    """Whether autograd would store the gradient as it is, and nobody but who takes it has a hook."""
+    """True if autograd would store the gradient as it is, and only its taker has a hook."""
     alike = (grad.shape, grad.dtype, grad.stride()) == (param.shape, param.dtype, param.stride())
     return alike and not param._backward_hooks and len(param._post_accumulate_grad_hooks or ()) <= 1

@@ -1,4 +1,4 @@
-"""The memory that the CUDA graphs of one compile() call share: how much it is, and which graph may use it."""
+"""Share memory among the CUDA graphs of one compile() call: how much it is, and which graph may use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is 
 
 
 class Holder(Protocol):
-    """A CUDA graph whose results may lie in the pool after its replay.
+    """A holder is a CUDA graph whose results may lie in the pool after its replay.
 
     number: its place in the order of captures. kept: bytes that it keeps between replays. beside: memory that
     was allocated while it was captured, so that no replay writes there. is_released: True if the memory of
@@ -44,7 +44,7 @@ class Holder(Protocol):
 
 
 class Owner(Protocol):
-    """The CUDA graphs of one captured graph."""
+    """An owner has the CUDA graphs of one captured graph."""
 
     recordings: list[Any]
 
@@ -52,7 +52,8 @@ class Owner(Protocol):
 
 
 class Pool:
-    """Device memory of CUDA graphs that are replayed one at a time, on the stream of the first capture.
+    """A pool is the device memory of CUDA graphs that are replayed one at a time, on the stream of the first
+    capture.
 
     All captures allocate from one private pool of PyTorch's allocator. What a graph computes on its way is
     free again when its capture ends, and later captures use that memory as well. What it hands out without a
@@ -62,7 +63,7 @@ class Pool:
     """
 
     def __init__(self, index: int, limit: float | int) -> None:
-        """index: of the device. limit: `Options.graph_memory`."""
+        """Create a pool on the device `index`. limit: `Options.graph_memory`."""
         self.turn = threading.Lock()  # held while a graph is captured or replayed
         self.index, self._limit = index, limit
         self._memory: tuple[Any, torch.cuda.Stream] | None = None  # PyTorch's pool, and the capturing stream
@@ -97,10 +98,10 @@ class Pool:
     def call_in(self, recording: Holder) -> bool:
         """Have graphs lend no more whose lent results keep `recording` from being replayed. Return False if
         there are none."""
-        found = [other for other in self._pending if (other.number, LENT) in other.held - recording.beside]
-        for other in found:
+        lenders = [other for other in self._pending if (other.number, LENT) in other.held - recording.beside]
+        for other in lenders:
             other.call_in()
-        return bool(found)
+        return bool(lenders)
 
     def allocated(self) -> frozenset[Memory]:
         """Return the memory of results that no capture of now would use."""
@@ -120,7 +121,7 @@ class Pool:
 
     @property
     def kept(self) -> int:
-        """Bytes that the graphs keep between replays."""
+        """Return the bytes that the graphs keep between replays."""
         return sum(recording.kept for owner in self._owners for recording in owner.recordings)
 
     def refusal(self, needed: int) -> str | None:

@@ -1,11 +1,11 @@
-"""Schedules chosen by what a whole graph takes.
+"""Choose schedules by what a whole graph takes.
 
 What a kernel takes alone (`launch.Runner`) is not what it takes between others: it starts while the one
-before it ends, on multiprocessors that are not all free, and the next one starts while it ends. Where a graph
-is recorded its candidates that came close are recorded and replayed in their places, those of the longest
-kernels first; then the best few of each once more, until nothing gets better by what was chosen for others.
-The first ones are those that load early, which pays where the kernels around them do so too.
-At last each kernel that starts early is tried once as one that starts when the one before it has ended.
+before it ends, on multiprocessors that are not all free, and the next one starts while it ends. If a graph is
+recorded, candidates that came close are recorded and replayed in their places, those of the longest kernels
+first; then the best few of each once more, until no choice gets better by the choices for others. Candidates
+that load early come first, which pays if the kernels around them do so too. At last each kernel that starts
+early is tried once as one that starts when the one before it has ended.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Measure = Callable[[], float]  # microseconds that the graph takes with what its
 
 
 class GraphTuning:
-    """Tries the candidates of one graph's runners within it, once.
+    """Try the candidates of one graph's runners within it, once.
 
-    runners: each once, those that take longest first. measured: makes a `Measure` of a graph, its arguments,
-    and what puts back what it has written.
+    runners: each once, those that take longest first. measured: callable(graph, its arguments, function that
+    puts back what it has written) -> `Measure`.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class GraphTuning:
         self._measured = measured or replayed
 
     def __call__(self, run: Boxed, arguments: Sequence[Any], written: Sequence[int], index: int) -> None:
-        """Leaves the runners with the fastest of their candidates, and the arguments as they are.
+        """Leave the runners with the fastest of their candidates, and the arguments as they are.
 
-        written: positions of arguments that the graph writes into. index: of the device. Where memory does
-        not suffice, or the graph cannot be recorded, as its recording then tells, the runners keep what was
+        written: positions of arguments that the graph writes into. index: of the device. If memory does not
+        suffice, or the graph cannot be recorded, which its recording then says, the runners keep what was
         fastest alone.
         """
         runners = [runner for runner in self._runners if runner.rivals(index)]
@@ -90,7 +90,7 @@ class GraphTuning:
 
 
 class _Trial:
-    """The candidates of one runner, and what the graph took with each."""
+    """A trial has the candidates of one runner, and what the graph took with each."""
 
     def __init__(self, runner: Runner, index: int) -> None:
         self._runner, self._index = runner, index
@@ -99,14 +99,14 @@ class _Trial:
         self._had_turn = self._behind = False
 
     def begin(self) -> None:
-        """Has the runner begin with the fastest alone of those that load early, if there are any."""
+        """Let the runner begin with the fastest alone of those that load early, if there are any."""
         early = next((i for i in self._us if self._runner.loads_early(i)), self._first)
         with suppress(FusionError):  # it needs more than the device has
             self._runner.take(early, self._index)
             self._chosen = early
 
     def turn(self, best: float, measure: Measure, most: int | None = None) -> float:
-        """Leaves the runner with its fastest candidate, and gives what the graph takes with it.
+        """Leave the runner with its fastest candidate, and return what the graph takes with it.
 
         best: what it takes now. most: so many of the others are tried, those that were fastest so far.
         """
@@ -127,7 +127,7 @@ class _Trial:
         return best
 
     def start(self, best: float, measure: Measure) -> float:
-        """Leaves the runner's kernels starting early or not, as is faster."""
+        """Leave the runner's kernels starting early or not, as is faster, and return what the graph takes."""
         if not self._had_turn or not self._runner.starts_early(self._chosen):
             return best
         try:
@@ -139,7 +139,7 @@ class _Trial:
         return best
 
     def end(self, *, settled: bool) -> None:
-        """Keeps what was chosen, if it had a turn and is settled; else what the runner launched before."""
+        """Keep the choice, if it had a turn and is settled, or else what the runner launched before."""
         if settled and self._had_turn:
             self._runner.settle(self._chosen, self._index, behind=self._behind)
         else:
@@ -147,14 +147,14 @@ class _Trial:
 
 
 def _better(us: float, best: float, measure: Measure) -> float | None:
-    """What the graph takes, measured once more where it took less; None where it does not."""
+    """Return what the graph takes, measured once more, if it took less; None if it did not."""
     if us < best * (1 - GAIN):
         us = (us + measure()) / 2  # it may have been luck
     return us if us < best * (1 - GAIN) else None
 
 
 def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) -> Measure:
-    """Median microseconds of the device for a graph that is recorded anew."""
+    """Return the function that records a graph anew and returns the median microseconds of its replays."""
     from torch._inductor.cudagraph_trees import clear_cublas_manager
 
     def measure() -> float:

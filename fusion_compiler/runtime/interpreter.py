@@ -1,4 +1,4 @@
-"""Runs kernels on CPU tensors in Triton's interpreter, in a process that also compiles them.
+"""Run kernels on CPU tensors in Triton's interpreter, in a process that also compiles them.
 
 Triton decides when a kernel is defined whether it will be interpreted (TRITON_INTERPRET), for the
 whole process. Here the same @triton.jit function can be compiled and interpreted: while
@@ -51,7 +51,7 @@ EIGHT_BITS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2
 
 
 def run_kernel(kernel: Kernel, values: Sequence[torch.Tensor | int], grid: Sequence[int]) -> None:
-    """Runs `kernel` once for every program of `grid`, in order, on CPU tensors.
+    """Run `kernel` once for every program of `grid`, in order, on CPU tensors.
 
     values: a tensor for each buffer among `kernel.arguments` and an int for each size, in their
     order. Raises IndexRangeError for an index that is not within what it indexes, and KernelError with the
@@ -78,7 +78,7 @@ def run_source(
     together: int = 1,
     memory: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-    """Runs the kernel `name` of the module `source`.
+    """Run the kernel `name` of the module `source`.
 
     types: Triton's names of the parameters' types ("*bf16", "i64"). values: an address on the host
     for each pointer, a number for each other. together: programs that wait for each other. memory: the
@@ -100,7 +100,8 @@ def run_source(
 
 
 class _Group:
-    """Programs that meet: a thread each, of which one runs until it has to wait for the others."""
+    """A group runs programs that meet: a thread each, of which one runs until it has to wait for the
+    others."""
 
     current: _Group | None = None
 
@@ -133,7 +134,7 @@ class _Group:
             self.baton.notify_all()
 
     def wait(self) -> None:
-        """Let the others go on."""
+        """Let the other programs go on."""
         number = base.interpreter_builder.grid_idx
         self.baton.notify_all()
         if self.ended < len(self.programs) - 1:
@@ -152,7 +153,8 @@ def _address(value: torch.Tensor | int) -> int:
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int]:
-    """The memory that a tensor is a view of: kernels read whole words at its ends, and views by strides."""
+    """Return the memory that a tensor is a view of: kernels read whole words at its ends, and views by
+    strides."""
     storage = value.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -172,7 +174,7 @@ def _rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LogicTransformer(base.ASTTransformer):
-    """`a and b`, `a or b` and `not a` of blocks, element by element: Python would ask for one bool."""
+    """Compute `a and b`, `a or b` and `not a` of blocks element by element: Python would ask for one bool."""
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:  # noqa: N802
         name = "fusion_and" if isinstance(node.op, ast.And) else "fusion_or"
@@ -214,9 +216,9 @@ LOGIC: dict[str, Callable[..., Any]] = {"fusion_and": _and, "fusion_or": _or, "f
 
 @contextmanager
 def interpreting(memory: Sequence[tuple[int, int]] | None = None) -> Generator[None]:
-    """While it lasts, @triton.jit functions can be called and work on NumPy arrays. memory: see `run_source`.
+    """Let @triton.jit functions be called and work on NumPy arrays, while entered. memory: see `run_source`.
 
-    Takes the lock that compiling takes, and leaves Triton as it was found.
+    It takes the lock that compiling takes, and leaves Triton as it was before.
     """
     # Philox multiplies with wrap-around, and masked lanes hold anything: neither is worth a warning.
     with TRITON_LOCK, np.errstate(all="ignore"), warnings.catch_warnings():
@@ -278,7 +280,7 @@ def _load_inside(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """A load of the lanes whose addresses are those of an argument; nothing is read elsewhere."""
+    """Load the lanes whose addresses are those of an argument; nothing is read elsewhere."""
     data = addresses.data
     if data.size and not any(start <= data.min() and data.max() < end for start, end in memory):
         inside = functools.reduce(np.logical_or, [(data >= start) & (data < end) for start, end in memory])
@@ -294,7 +296,7 @@ def _patch_libdevice(scope: Any) -> None:
 
 @functools.cache
 def _bound_libdevice() -> dict[str, Callable[..., Any]]:
-    """libdevice's functions, which are told of the interpreter."""
+    """Return libdevice's functions by name, with the interpreter bound to them."""
     functions = {n: f for n, f in vars(cuda_libdevice).items() if tl.core.is_builtin(f)}
     return {name: functools.partial(_with_semantic, function) for name, function in functions.items()}
 
@@ -307,14 +309,14 @@ def _with_semantic(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _decode(data: Array, kind: tl.dtype) -> Array:
-    """A handle's array as numbers that NumPy can work with: bfloat16 is held as its 16 bits."""
+    """Return a handle's array as numbers that NumPy can work with: bfloat16 is held as its 16 bits."""
     if kind != tl.bfloat16 or data.dtype == bool:  # a comparison's result keeps its operands' type
         return data
     return (data.astype(np.uint32) << 16).view(np.float32)
 
 
 def _encode(values: Array, kind: tl.dtype) -> Array:
-    """Numbers as the array of a handle, rounded to nearest even."""
+    """Return numbers as the array of a handle, rounded to nearest even."""
     if kind != tl.bfloat16:
         return values.astype(base._get_np_dtype(kind))
     bits = values.astype(np.float32).view(np.uint32)
@@ -329,7 +331,8 @@ def _cast(source: Any, to: Any, *_: Any) -> Any:
 
 
 def _to_eight_bits(values: Array, dtype: torch.dtype) -> Array:
-    """The bits of floats of eight bits, rounded to nearest even, the largest in the place of larger ones."""
+    """Return the bits of floats of eight bits, rounded to nearest even, the largest in the place of larger
+    ones."""
     largest = torch.finfo(dtype).max
     clipped = np.clip(values.astype(np.float32), -largest, largest)
     return torch.from_numpy(np.atleast_1d(clipped)).to(dtype).view(torch.uint8).numpy().reshape(values.shape)
@@ -372,7 +375,7 @@ def _tile_product(x: Any, y: Any, before: Any, *_: Any) -> Any:
 
 
 def _high_product(x: Any, y: Any) -> Any:
-    """Upper half of an unsigned product; Python's own integers would be slow for 64 bits."""
+    """Return the upper half of an unsigned product; Python's own integers would be slow for 64 bits."""
     kind, bits = x.dtype.scalar, x.data.dtype.itemsize * 4
     unsigned = np.dtype(f"u{x.data.dtype.itemsize}")
     a, b = x.data.astype(unsigned), y.data.astype(unsigned)
@@ -385,7 +388,7 @@ def _high_product(x: Any, y: Any) -> Any:
 
 
 def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-    """tl.reduce by any associative function of one tensor or of several side by side."""
+    """Compute tl.reduce by any associative function of one tensor or of several side by side."""
     axis = operation.axis
     arrays = [tensor.handle.data for tensor in inputs]
     kinds = [tensor.dtype for tensor in inputs]
@@ -410,7 +413,8 @@ def _reduce(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
 
 
 def _scan(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
-    """tl.associative_scan: each step combines what lies twice as far apart (Hillis and Steele, 1986)."""
+    """Compute tl.associative_scan: each step combines what lies twice as far apart (Hillis and Steele,
+    1986)."""
     axis, kinds = operation.axis, [tensor.dtype for tensor in inputs]
     order = slice(None, None, -1) if operation.reverse else slice(None)
     arrays = [np.moveaxis(tensor.handle.data, axis, 0)[order] for tensor in inputs]
@@ -434,7 +438,7 @@ def _scan(operation: Any, inputs: tuple[tl.tensor, ...]) -> list[tl.tensor]:
 
 
 def _halve(combine: JITFunction[Any], arrays: list[Array], kinds: Sequence[tl.dtype]) -> list[Array]:
-    """Reduces the first axis (a power of two long) by combining neighbours until one is left."""
+    """Reduce the first axis (a power of two long) by combining neighbours until one is left."""
     while (extent := arrays[0].shape[0]) > 1:
         left, right = (
             [_block(array[side::2], kind) for array, kind in zip(arrays, kinds, strict=True)]
@@ -455,9 +459,9 @@ def _block(data: Array, kind: tl.dtype) -> tl.tensor:
 
 
 def _extern_elementwise(_lib: str, _path: str, symbol: str, arguments: Any, result: Any, _pure: bool) -> Any:
-    """A libdevice function by its symbol: __nv_tanhf, __nv_tanh, __nv_isnand and the like.
+    """Compute a libdevice function by its symbol: __nv_tanhf, __nv_tanh, __nv_isnand and the like.
 
-    Computed in float64 and rounded once, which is at least as close as libdevice is.
+    The result is computed in float64 and rounded once, which is at least as close as libdevice is.
     """
     name = symbol.removeprefix("__nv_").removeprefix("fast_")
     kind = result.scalar
@@ -474,7 +478,7 @@ def _extern_elementwise(_lib: str, _path: str, symbol: str, arguments: Any, resu
 
 
 def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pure: bool, _pack: int) -> Any:
-    """PTX: the instructions that approximate a function, and integer ones, one after the other."""
+    """Run PTX: the instructions that approximate a function, and integer ones, one after the other."""
     registers: dict[str, Any] = {f"${len(results) + i}": value.data for i, value in enumerate(values)}
     body = asm.strip().removeprefix("{").removesuffix("}")
     for statement in filter(None, (line.strip() for line in body.split(";"))):
@@ -492,7 +496,7 @@ def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pu
 
 
 def _ptx(name: str, numbers: list[Any]) -> tuple[Array, ...] | None:
-    """What one instruction makes of its operands; None of an unknown one."""
+    """Return what one instruction makes of its operands, or None for an unknown instruction."""
     match name.removesuffix(".f32").removesuffix(".ftz").split("."):
         case [function, "approx"] if function in APPROXIMATIONS:
             return (APPROXIMATIONS[function](numbers[0].astype(np.float64)).astype(np.float32),)
@@ -516,7 +520,8 @@ def _binary(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
 
 
 def _clamp(value: Any, low: Any, high: Any, propagate: Any) -> Any:
-    """Of a NaN: NaN where the kernel asks for it, else the lower bound, as on the hardware."""
+    """Clamp values. A NaN stays NaN if the kernel asks for it, and else becomes the lower bound, as on the
+    hardware."""
     kind = value.dtype.scalar
     x, least, most = (_decode(operand.data, kind) for operand in (value, low, high))
     keep = propagate == base._ir.PROPAGATE_NAN.ALL

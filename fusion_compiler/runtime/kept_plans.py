@@ -1,4 +1,4 @@
-"""Plans and kernels' texts on disk: what was decided about a graph, for the next process.
+"""Keep plans and kernels' texts on disk: what was decided about a graph, for the next process.
 
 A record holds a plan's clusters, refusals and notes, and the candidate programs of each cluster whose runner
 was made for it (`ir/record.py`): data of classes that are listed there, and source text. The graph itself is
@@ -25,14 +25,14 @@ Programs = Mapping[str, tuple[Program, ...]]  # by the clusters' names
 
 
 def key_of(about: Sequence[Any], setting: Setting) -> str:
-    """The key of a graph's decisions. about: all that they depend on beside the setting, with a digest of
-    the graph and of the compiler's source; everything is told apart by its `repr`."""
+    """Return the key of a graph's decisions. about: all that they depend on beside the setting, with a digest
+    of the graph and of the compiler's source; the `repr` must tell different values apart."""
     parts = [*about, setting.device, setting.numerics]
     return f"plan {hashlib.sha256(repr(parts).encode()).hexdigest()} on {setting.device.name}"
 
 
 class KeptPlans:
-    """Plans by key. path: as for `Cache`.
+    """Plans are kept by key. path: as for `Cache`.
 
     Kernels' texts run, so a folder of another user's is left alone. A damaged record is ignored with one
     FusionWarning, and written again.
@@ -42,7 +42,7 @@ class KeptPlans:
         self._cache = Cache(path, folder=PLANS)
 
     def get(self, key: str, name: str, dag: OpDag, setting: Setting) -> tuple[FusionPlan, Programs] | None:
-        """The plan of `dag` that was kept, named `name`, with its programs; None where there is none."""
+        """Return the stored plan of `dag`, named `name`, with its programs, or None if there is none."""
         if not is_own(self._cache.path):
             return None
         written = self._cache.get(key)
@@ -60,7 +60,7 @@ class KeptPlans:
         return plan, programs
 
     def put(self, key: str, plan: FusionPlan, programs: Programs) -> str | None:
-        """Keeps a plan. Returns why it is not kept, where it is not."""
+        """Keep a plan. Return why it is not kept, or None."""
         if "search" in plan.notes:
             return "the search ended before all was tried, and another may get further"
         if not is_own(self._cache.path):
@@ -74,13 +74,13 @@ class KeptPlans:
 
 
 def _check(plan: FusionPlan, programs: Programs) -> None:
-    """Raises KeyError or ValueError where a plan is not one of its graph."""
-    known = plan.dag.order
-    _subset((name for c in plan.clusters for name in (*c.ops, *c.outputs)), known)
-    _subset((left.op for left in plan.leftovers), known)
+    """Raise KeyError or ValueError if a plan does not belong to its graph."""
+    operators = plan.dag.order
+    _subset((name for c in plan.clusters for name in (*c.ops, *c.outputs)), operators)
+    _subset((left.op for left in plan.leftovers), operators)
     _subset(programs, [c.name for c in plan.clusters])
 
 
-def _subset(names: Iterable[str], known: Iterable[str]) -> None:
-    if unknown := set(names) - set(known):
+def _subset(names: Iterable[str], allowed: Iterable[str]) -> None:
+    if unknown := set(names) - set(allowed):
         raise ValueError(f"{min(unknown)} is not in the graph")

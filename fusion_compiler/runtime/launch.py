@@ -1,4 +1,4 @@
-"""Runs a cluster: picks among its programs, compiles, tunes, launches, and falls back.
+"""Run a cluster: pick among its programs, compile, tune, launch, and fall back.
 
 A `Runner` stands for every cluster of one structure. Its first call decides (from the record of an
 earlier process, or by timing the candidates) and leaves behind a function that only launches (see
@@ -53,7 +53,7 @@ MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are alig
 
 
 def find_gpu(device: torch.device | None) -> Gpu:
-    """The CUDA device `device`, None for the current one.
+    """Return the CUDA device `device`, or the current one for None.
 
     Raises ValueError for another kind of device, MissingTritonError, and what Triton raises when it
     has no driver for the device.
@@ -70,7 +70,7 @@ def find_gpu(device: torch.device | None) -> Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """What timing chose among the candidates.
+    """A choice is what timing chose among the candidates.
 
     us: of each alone; None of one that cannot be launched. in_graph: what stands around it was timed as well.
     behind: its kernels do not start before the ones in front of them have ended, although they could.
@@ -83,10 +83,10 @@ class Choice:
 
 
 class Runner:
-    """Computes one cluster: `runner(*inputs, *sizes)` gives the tuple of its outputs.
+    """A runner computes one cluster: `runner(*inputs, *sizes)` returns the tuple of its outputs.
 
     candidates: programs that compute the same, best predicted first; at least one.
-    fallback: takes the same arguments and gives the same outputs, by ATen.
+    fallback: takes the same arguments and returns the same outputs, by ATen.
     name: of the cluster, for messages.
     backend: "triton" compiles and launches; "interpret" runs candidate `schedule` in Triton's
         interpreter, on CPU tensors; "eager" calls the fallback.
@@ -94,9 +94,9 @@ class Runner:
         then on the fallback computes the cluster.
     tune: several candidates are timed on the first call, with its arguments; otherwise the first
         that compiles is taken. cache: where the outcome is kept between processes.
-    gpus: finds the GPU of the inputs' device, or of `home`, where there are no inputs.
+    gpus: finds the GPU of the inputs' device, or of `home` if there are no inputs.
     home: the device of the outputs.
-    stages: told of the seconds that kernels take to be loaded and timed.
+    stages: counts the seconds that kernels take to be loaded and timed.
 
     While a CUDA graph is captured nothing is timed: the first candidate is taken. Out of memory
     while timing does the same; out of memory while launching raises, as in eager.
@@ -147,12 +147,12 @@ class Runner:
         return self._entry(*arguments)
 
     def link(self, replace: Callable[[Launcher], None]) -> None:
-        """`replace` gets the function to call in the runner's place: now, and whenever it changes."""
+        """Pass to `replace` the function to call in the runner's place: now, and whenever it changes."""
         self._links.append(replace)
         replace(self._entry)
 
     def _enter(self, function: Launcher) -> None:
-        """Later calls go straight to `function`."""
+        """Let later calls go straight to `function`."""
         self._entry = function
         for replace in self._links:
             replace(function)
@@ -160,7 +160,7 @@ class Runner:
     # -- deciding ----------------------------------------------------------------------------------
 
     def _dispatch(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
-        """Calls the function of the arguments' device, made now when this is its first call."""
+        """Call the function of the arguments' device, which is built on its first call."""
         try:
             gpu = self._gpu_of(arguments)
             launcher = self._launchers.get(gpu.index)
@@ -198,7 +198,7 @@ class Runner:
             self._stages.add("load and tune", time.perf_counter() - start)
 
     def _decide(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
-        """The function of the best candidate on `gpu`. Raises KernelError when none can be launched."""
+        """Return the function of the best candidate on `gpu`. Raise KernelError when none can be launched."""
         rivals = self.candidates[:1] if gpu.is_capturing() or not self.tune else self.candidates
         if len(rivals) > 1:
             choice = self._recorded(gpu) or self._fastest(gpu, arguments)
@@ -210,11 +210,11 @@ class Runner:
         reasons: list[str] = []
         for i in order:
             try:
-                own = choice if choice is not None and i == choice.candidate else None
-                behind = own is not None and own.behind
+                selected = choice if choice is not None and i == choice.candidate else None
+                behind = selected is not None and selected.behind
                 launcher = _Bound(self, self.candidates[i], gpu, behind=behind).variant()
-                if own is not None:
-                    self._choices[gpu.index] = gpu, own
+                if selected is not None:
+                    self._choices[gpu.index] = gpu, selected
                 return launcher
             except KernelError as error:
                 if len(order) == 1:
@@ -223,7 +223,7 @@ class Runner:
         raise self._error("compile", "".join(reasons))
 
     def _recorded(self, gpu: Gpu) -> Choice | None:
-        """What an earlier process found fastest."""
+        """Return what an earlier process found fastest, or None."""
         record = self.cache.get(tuning_key(self.candidates, gpu.name)) if self.cache is not None else None
         if not isinstance(record, dict):
             return None
@@ -240,7 +240,8 @@ class Runner:
         return choice
 
     def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Choice:
-        """Compiles all candidates at once, times those that can be launched, and keeps the outcome."""
+        """Compile all candidates at once, time those that can be launched, and keep and return the
+        outcome."""
         if self.ahead is None:
             compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
         launchers: dict[int, Launcher] = {}
@@ -264,8 +265,8 @@ class Runner:
         return self._keep(gpu, Choice(chosen, tuple(us.get(i) for i in range(len(self.candidates)))))
 
     def rivals(self, index: int) -> tuple[int, ...]:
-        """The candidate that device `index` launches, and others that may be faster among other kernels;
-        none where there is no choice, or it was made so."""
+        """Return the candidate that device `index` launches, and others that may be faster among other
+        kernels; nothing if there is no choice, or it was settled within a graph."""
         _, choice = self._choices.get(index, (None, None))
         if choice is None or choice.in_graph or self._entry is not self._launchers.get(index):
             return ()
@@ -279,14 +280,14 @@ class Runner:
         return [b for p in programs for b in program_builds(p, self._choices[index][0].target)]
 
     def starts_early(self, candidate: int) -> bool:
-        """Whether its kernels may start while the ones before them run."""
+        """True if a candidate's kernels may start while the ones before them run."""
         return any(kernel.dependent for kernel in self.candidates[candidate].kernels)
 
     def loads_early(self, candidate: int) -> bool:
         return self.candidates[candidate].early
 
     def take(self, candidate: int, index: int, *, behind: bool = False) -> None:
-        """Launches one of the rivals from now on. Raises KernelError where that cannot be. behind: as in
+        """Launch one of the rivals from now on. Raise KernelError if it cannot be launched. behind: as in
         `Choice`."""
         gpu, _ = self._choices[index]
         bound = _Bound(self, self.candidates[candidate], gpu, behind=behind)
@@ -294,13 +295,14 @@ class Runner:
         self._enter(launcher)
 
     def settle(self, candidate: int, index: int, *, behind: bool = False) -> None:
-        """Keeps the outcome of trials within a graph: there are no rivals any more."""
+        """Keep the outcome of trials within a graph: there are no rivals any more."""
         gpu, choice = self._choices[index]
         settled = Choice(candidate, choice.us, in_graph=True, behind=behind)
         self._choices[index] = gpu, self._keep(gpu, settled)
 
     def for_any_address(self, program: Program) -> Program:
-        """`program`, or in its place one that makes no assumption about the addresses of its inputs."""
+        """Return `program`, or in its place one that makes no assumption about the addresses of its
+        inputs."""
         return next(p for p in (program, *self.candidates) if not p.word)
 
     # -- failing -----------------------------------------------------------------------------------
@@ -311,7 +313,7 @@ class Runner:
     def _give_up(
         self, error: FusionError, arguments: Sequence[torch.Tensor | int]
     ) -> tuple[torch.Tensor, ...]:
-        """Computes by the fallback, from now on without another word."""
+        """Compute by the fallback, and from now on without another warning."""
         if self.strict:
             raise error
         self._enter(self.fallback)
@@ -319,7 +321,7 @@ class Runner:
         return self.fallback(*arguments)
 
     def _too_large(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
-        """Computes one call by the fallback: other sizes may fit."""
+        """Compute one call by the fallback: other sizes may fit."""
         sizes = [argument for argument in arguments if isinstance(argument, int)]
         error = self._error("launch", f"the sizes {sizes} need a grid beyond {GRID_LIMITS}")
         if self.strict:
@@ -346,7 +348,7 @@ class Runner:
 
 
 def _brief(error: KernelError) -> str:
-    """The reason in a line: Triton's messages quote the kernel between their first and last lines."""
+    """Return the reason in a line: Triton's messages quote the kernel between their first and last lines."""
     if "detail" not in error.fields:
         return str(error).splitlines()[0]
     lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
@@ -354,7 +356,7 @@ def _brief(error: KernelError) -> str:
 
 
 class _Bound:
-    """A program on a device: the launch functions of its variants, each built when first needed."""
+    """A program on a device has the launch functions of its variants, each built when first needed."""
 
     def __init__(self, runner: Runner, program: Program, gpu: Gpu, *, behind: bool = False) -> None:
         self._runner = runner
@@ -362,17 +364,20 @@ class _Bound:
         self._gpu = gpu
         self._behind = behind
         self._variants: dict[Variant, Launcher] = {}
-        self._given = frozenset(a.given for k in program.kernels for a in k.arguments if a.given)
+        self._launch_names = frozenset(
+            a.launch_name for k in program.kernels for a in k.arguments if a.launch_name
+        )
 
     def variant(self, loose: frozenset[str] = frozenset(), wide: bool = False) -> Launcher:
-        """Raises KernelError when a kernel does not compile or needs more than the device has."""
+        """Return the launch function of a variant. Raise KernelError when a kernel does not compile or needs
+        more than the device has."""
         wanted = Variant(loose, wide)
-        found = self._variants.get(wanted)
-        if found is None:
+        launcher = self._variants.get(wanted)
+        if launcher is None:
             program = self._runner.for_any_address(self._program) if loose else self._program
             builds = program_builds(program, self._gpu.target, wanted)
             entries = [self._load(b, k) for b, k in zip(builds, program.kernels, strict=True)]
-            found = self._variants[wanted] = bind(
+            launcher = self._variants[wanted] = bind(
                 program,
                 wanted,
                 entries,
@@ -381,15 +386,15 @@ class _Bound:
                 self._runner._dispatch,
                 self._runner._too_large,
             )
-        return found
+        return launcher
 
     def _late_variant(self, loose: frozenset[str], wide: bool) -> Launcher:
-        """A variant that a later call needs: when it cannot be built, the fallback takes that call.
+        """Return a variant that a later call needs. When it cannot be built, the fallback takes that call.
 
-        Where calls differ in what is aligned, those after the first few rely on nothing.
+        If calls differ in what is aligned, those after the first few rely on nothing.
         """
         if len(self._variants) >= MOST_VARIANTS and Variant(loose, wide) not in self._variants:
-            loose = self._given
+            loose = self._launch_names
         try:
             return self.variant(loose, wide)
         except KernelError as error:
@@ -416,7 +421,7 @@ class _Bound:
 
 
 def _fits(kernel: Kernel, entry: Entry) -> bool:
-    """Whether all programs of every launch are on the device at the same time."""
+    """True if all programs of every launch are on the device at the same time."""
     programs = product(kernel.grid)
     return isinstance(programs, int) and entry.resident is not None and programs <= entry.resident
 
@@ -424,7 +429,7 @@ def _fits(kernel: Kernel, entry: Entry) -> bool:
 def program_builds(
     program: Program, target: tuple[str, int | str, int], variant: Variant | None = None
 ) -> list[Build]:
-    """The builds of a program's kernels, in order."""
+    """Return the builds of a program's kernels, in order."""
     variant = variant or Variant()
     return [build_of(kernel, target, variant.loose, variant.wide) for kernel in program.kernels]
 
@@ -435,7 +440,7 @@ def _versions() -> str:
 
 
 def tuning_key(candidates: Iterable[Program], device: str) -> str:
-    """What a tuning record is kept under: everything that its outcome depends on."""
+    """Return the key of a tuning record: everything on which its outcome depends."""
     kernels = [
         (
             *(kernel.source, kernel.grid, kernel.num_warps, kernel.num_stages, kernel.registers),
@@ -451,12 +456,12 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
 def compile_all(
     runners: Iterable[Runner], device: torch.device | None = None, progress: Progress | None = None
 ) -> bool:
-    """Begins to compile the kernels of many clusters in parallel, ahead of their first calls, which wait.
+    """Begin to compile the kernels of many clusters in parallel, ahead of their first calls, which wait.
 
-    Equal kernels are compiled once, and where an earlier process has tuned a cluster, its winner
-    alone. device: by default the current CUDA device. progress: is told how many kernels are done, and of
-    how many, while a call waits. Kernels that do not compile are reported by the runners that need them,
-    when they are called. Returns whether there is anything to compile.
+    Equal kernels are compiled once, and if an earlier process has tuned a cluster, its winner alone. device:
+    by default the current CUDA device. progress: shows how many kernels are done, and of how many, while a
+    call waits. Kernels that do not compile are reported by the runners that need them, when they are called.
+    Returns whether there is anything to compile.
     """
     builds: list[Build] = []
     asked: list[Runner] = []
@@ -485,7 +490,7 @@ def compile_all(
 def interpret(
     program: Program, inputs: Sequence[torch.Tensor], sizes: Sequence[int] = ()
 ) -> tuple[torch.Tensor, ...]:
-    """Runs a program on CPU tensors in Triton's interpreter.
+    """Run a program on CPU tensors in Triton's interpreter, and return its outputs.
 
     Raises KernelError when a kernel fails, or leaves behind scratch that it should leave zero.
     """
@@ -500,8 +505,8 @@ def interpret(
         form = [evaluate(dims, program, sizes) for dims in (buffer.shape, buffer.stride)]
         return tensor if form == [tensor.shape, tensor.stride()] else restrided(tensor, form[0], form[1], 0)
 
-    places = [(program.given(buffer), buffer) for buffer in program.outputs]
-    outputs = [allocate(b) if given is None else shown(inputs[given], b) for given, b in places]
+    places = [(program.overwritten_input(buffer), buffer) for buffer in program.outputs]
+    outputs = [allocate(b) if position is None else shown(inputs[position], b) for position, b in places]
     scratch = [allocate(buffer) for buffer in program.scratch]
     sizes = evaluate(program.symbols, program, sizes)
     values = {Role.INPUT: inputs, Role.OUTPUT: outputs, Role.SCRATCH: scratch, Role.SIZE: sizes}

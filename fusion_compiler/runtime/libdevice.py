@@ -1,4 +1,4 @@
-"""The GPU's mathematical functions by name, on NumPy arrays of float64, for the interpreter."""
+"""List the GPU's mathematical functions by name, on NumPy arrays of float64, for the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FILE:callable, as the command line takes it: a model and its example arguments from the user's own code."""
+"""Load FILE:callable, as the command line takes it: a model and its example arguments from the user's own
+code.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _OURS = str(Path(__file__).parent.parent)
 
 @dataclass(frozen=True)
 class Example:
-    """What a target returned: `model(*args, **kwargs)` is the call to look at."""
+    """An example is what a target returned: `model(*args, **kwargs)` is the call to look at."""
 
     model: Any
     args: tuple[Any, ...]
@@ -33,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the user's."""
+    """A line names a place in the user's code."""
 
     file: str
     line: int
@@ -42,11 +44,11 @@ class Line:
 
 
 def load(target: str) -> Example:
-    """Imports FILE.py or a module by its dotted path, and calls the function after the colon.
+    """Import FILE.py or a module by its dotted path, and call the function after the colon.
 
     A file's folder is on the import path from then on, as for `python FILE.py`; for a module the present
-    folder is. Raises TargetError where the target names nothing or returns something else, and
-    UserCodeError where the user's code fails.
+    folder is. Raises TargetError if the target names nothing or returns something else, and UserCodeError if
+    the user's code fails.
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
@@ -54,8 +56,8 @@ def load(target: str) -> Example:
     module = _imported(target, where)
     function = getattr(module, name, None)
     if function is None:
-        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise TargetError(target=target, detail=f"{where} has no {name!r}{closest(name, known)}")
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise TargetError(target=target, detail=f"{where} has no {name!r}{closest(name, names)}")
     if not callable(function):
         raise TargetError(target=target, detail=f"{name} is a {type(function).__name__}, not a function")
     _check_takes_nothing(target, name, function)
@@ -77,10 +79,10 @@ def _imported(target: str, where: str) -> Any:
         return module
     sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(where) is not None
+        exists = importlib.util.find_spec(where) is not None
     except (ImportError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise TargetError(target=target, detail=f"there is no module {where}")
     return _run(f"importing {where}", lambda: importlib.import_module(where))
 
@@ -115,7 +117,7 @@ def _example(target: str, result: Any) -> Example:
 
 
 def brief(error: BaseException) -> str:
-    """ "KeyError: 'x'", the first line alone; of TorchDynamo's errors what the operator said."""
+    """Return "KeyError: 'x'", the first line alone; for TorchDynamo's errors, what the operator said."""
     if inner := re.search(r"got (\w+)\((.*)\)$", str(error), re.MULTILINE):
         return f"{inner[1]}: {inner[2]}"
     lines = str(error).strip().splitlines()
@@ -123,7 +125,8 @@ def brief(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> Line | None:
-    """The user's innermost line that an error, or what it was raised from, comes from; None if there is none.
+    """Return the user's innermost line that an error, or an error from which it was raised, comes from, or
+    None.
 
     TorchDynamo's errors have it in their text.
     """
@@ -133,8 +136,8 @@ def user_line(error: BaseException) -> Line | None:
         if isinstance(each, SyntaxError) and each.filename and each.lineno:
             return Line(each.filename, each.lineno, (each.text or "").strip())
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_tb(each.__traceback__)]
-        told = [(f["file"], int(f["line"])) for f in FRAME.finditer(str(each))]
-        for file, line in (*reversed(told), *reversed(frames)):
+        quoted = [(f["file"], int(f["line"])) for f in FRAME.finditer(str(each))]
+        for file, line in (*reversed(quoted), *reversed(frames)):
             if not (is_library(file) or file.startswith(("<", _OURS)) or _is_stdlib(file)):
                 return Line(file, line, linecache.getline(file, line).strip())
     return None

@@ -1,4 +1,4 @@
-"""A forward and its backward that are recorded as CUDA graphs unasked, and whether that pays."""
+"""Decide whether it pays to record a forward and its backward as CUDA graphs unasked, and record them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Note = Callable[[str], None]  # changes what a plan says of its CUDA graph
 
 @dataclass(frozen=True)
 class Terms:
-    """Predictions for one graph, or for a forward with its backward, by which it is recorded unasked or not.
+    """Terms are predictions for one graph, or for a forward with its backward, that decide if it is recorded
+    unasked.
 
     host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes
     that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its results out.
@@ -80,7 +81,8 @@ class Terms:
 
 
 def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
-    """Return what notes the reason why a graph is not recorded, or `text()` and the bytes that are kept."""
+    """Return the function that notes the reason why a graph is not recorded, or `text()` and the bytes that
+    are kept."""
 
     def report(reason: str | None, kept: int) -> None:
         note(reason or f"{text()}; keeps {human_bytes(kept)} between calls")
@@ -104,14 +106,14 @@ def between_us(marks: tuple[Any, Any]) -> float:
 
 
 class Trial:
-    """Times steps without CUDA graphs, then as many with them, to decide whether they pay.
+    """A trial times steps without CUDA graphs, then as many with them, to decide whether they pay.
 
     A step lasts on the device from the first forward after a backward to the next such forward. It includes
     everything else that the caller does: the device may also wait for an update of the parameters.
     """
 
     def __init__(self, index: int) -> None:
-        """index: of the device."""
+        """Create a trial on the device `index`."""
         self._index = index
         self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # by whether with CUDA graphs
         self._last: Any = None  # the beginning of the step that is under way
@@ -158,12 +160,12 @@ class Trial:
 
 
 class Pair:
-    """A forward and its backward.
+    """A pair is a forward and its backward.
 
-    A forward is replayed where its pool allows it, which is not before the backward of its last replay has
-    run, or what that saved was released; any other runs as without a CUDA graph, and so does its backward.
+    A forward is replayed if its pool allows it, which is not before the backward of its last replay has run,
+    or what that saved was released. Any other forward runs without a CUDA graph, and so does its backward.
 
-    Where prediction does not say whether that pays, it is tried.
+    If prediction does not say whether that pays, it is tried.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Pair:
         info: GraphInfo,
         note: Note,
     ) -> None:
-        """plain, terms, info, note: of the forward."""
+        """Create a pair from its forward: `plain`, `terms`, `info` and `note` are the forward's."""
         self._pool, self._terms, self._note = pool, terms, note
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
@@ -295,12 +297,12 @@ class Pair:
         backwards whose forward is gone."""
         taken, forwards = list(self._saved_in(arguments)), self._recorder.recordings
         places = {arguments[i].data_ptr() for i in taken}
-        own: dict[int, Any] = {}
+        aliases: dict[int, Any] = {}
         for recording in forwards:
             if recording.places & places:
-                own |= recording.release()
+                aliases |= recording.release()
         for i in taken:
-            arguments[i] = own[id(arguments[i])] if id(arguments[i]) in own else unowned(arguments[i])
+            arguments[i] = aliases[id(arguments[i])] if id(arguments[i]) in aliases else unowned(arguments[i])
         recorder.recordings[:] = [b for b in recorder.recordings if any(f.places & b.reads for f in forwards)]
         return taken
 

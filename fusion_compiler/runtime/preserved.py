@@ -1,4 +1,4 @@
-"""The values of tensors that trial runs write over, kept and put back."""
+"""Keep the values of tensors that trial runs write over, and put them back."""
 
 from __future__ import annotations
 

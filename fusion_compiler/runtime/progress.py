@@ -1,4 +1,4 @@
-"""What a compilation is doing, on a terminal: one line that is rewritten, and erased in the end."""
+"""Show what a compilation is doing, on a terminal: one line that is rewritten, and erased in the end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ERASE = "\r\x1b[2K"
 
 
 class Line(Protocol):
-    """A line on a terminal."""
+    """A line can be shown on a terminal, and erased."""
 
     def show(self, text: str) -> None: ...
     def erase(self) -> None: ...
 
 
 class Plain:
-    """A line by carriage return. What others print meanwhile goes above it."""
+    """Show a line by carriage return. What others print meanwhile goes above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -50,7 +50,7 @@ class Plain:
             self._drawn = True
 
     def write_above(self, stream: TextIO, text: str) -> int:
-        """Takes the line away, writes, and draws it again under a line that is finished."""
+        """Take the line away, write, and draw it again under a line that is finished."""
         with self._lock:
             if self._drawn:
                 self._stream.write(ERASE)
@@ -76,7 +76,7 @@ class Plain:
 
 
 class Above:
-    """A stream that writes above a line; once that is erased, like the stream itself."""
+    """The stream writes above a line, and like the original stream once that line is erased."""
 
     def __init__(self, stream: TextIO, line: Plain) -> None:
         self.stream, self.line = stream, line
@@ -92,7 +92,7 @@ class Above:
 
 
 class Spinner:
-    """rich's status line, which keeps what others print above itself."""
+    """Show rich's status line, which keeps what others print above itself."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -119,7 +119,7 @@ class Spinner:
 
 
 class Logged:
-    """A line above which loggers write as well: their handlers hold the stream that sys.stderr was."""
+    """Loggers write above this line as well: their handlers hold the stream that sys.stderr was."""
 
     def __init__(self, stream: TextIO, line: Line) -> None:
         self.line, self._stream, self._stand_in = line, stream, sys.stderr
@@ -138,22 +138,22 @@ class Logged:
 
 
 def _handlers_on(stream: TextIO) -> list[logging.StreamHandler[Any]]:
-    known = [logging.root, *logging.Logger.manager.loggerDict.values()]
-    handlers = [h for logger in known if isinstance(logger, logging.Logger) for h in logger.handlers]
+    loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
+    handlers = [h for logger in loggers if isinstance(logger, logging.Logger) for h in logger.handlers]
     return [h for h in handlers if isinstance(h, logging.StreamHandler) and h.stream is stream]
 
 
 def line_on(stream: TextIO) -> Logged:
-    """rich's where it is installed."""
+    """Return rich's line if rich is installed, or else a plain one."""
     with contextlib.suppress(ImportError):
         return Logged(stream, Spinner(stream))
     return Logged(stream, Plain(stream))
 
 
 class Progress:
-    """The state of one compile() call: `with progress: progress.say("planned 31 kernels")`.
+    """Show the state of one compile() call: `with progress: progress.say("planned 31 kernels")`.
 
-    enabled: False shows nothing. stream: None is the present sys.stderr; where it is no terminal nothing is
+    enabled: False shows nothing. stream: None is the present sys.stderr; if it is no terminal, nothing is
     shown. patience: seconds of silence. line: makes the line. Contexts may be nested; the outermost erases.
     """
 
@@ -194,7 +194,7 @@ class Progress:
             line.erase()
 
     def during(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, each call of it a context."""
+        """Return `function`, each call of which shows the state."""
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -204,14 +204,14 @@ class Progress:
         return call
 
     def say(self, text: str) -> None:
-        """The state from now on."""
+        """Show this state from now on."""
         with self._lock:
             self._text = text
             if self._line is not None:
                 self._line.show(text)
 
     def kernels(self, done: int, of: int) -> None:
-        """So many kernels are compiled."""
+        """Say how many kernels are compiled."""
         self.say(f"kernels {done}/{of}")
 
     def _begin(self, stream: TextIO) -> None:
@@ -225,7 +225,7 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether lines can be rewritten on a stream; sys.stderr may be None, or closed."""
+    """True if lines can be rewritten on a stream; sys.stderr may be None, or closed."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:

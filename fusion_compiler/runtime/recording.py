@@ -1,4 +1,4 @@
-"""CUDA graphs of which callers notice nothing but their speed: every result is the caller's own.
+"""Record CUDA graphs of which callers notice nothing but their speed: every result is the caller's own.
 
 A `Recorder` has the CUDA graphs of one captured graph. Each of them reads parameters, buffers and what a
 forward pass has saved where these lie, and copies the other arguments into memory of its own. Its results are
@@ -41,7 +41,7 @@ _Lie = tuple[Any, ...]  # how a tensor lies in its storage, its dtype first
 
 
 class Recording:
-    """One CUDA graph: the launches of a call, with the arguments that it had.
+    """A recording is one CUDA graph: the launches of a call, with the arguments that it had.
 
     number: its place in the order of the pool's captures. kept: bytes that it keeps between replays. saved:
     results for a backward pass, in the pool. places: their addresses.
@@ -58,11 +58,11 @@ class Recording:
         taken: Collection[int],
         beside: frozenset[Memory],
     ) -> None:
-        """arguments: emptied, so that what nobody else holds is free when it was last read. static: positions
-        of those that are read or written where they lie. shown: how many of the results are the caller's;
-        None for all. called_in: called when a replay is left out because somebody holds a lent result; None
-        to lend none. taken: positions of what a forward pass saved. beside: memory that no replay may write
-        to, unless it is of what is taken and has been read."""
+        """Capture a call. arguments: emptied, so that what nobody else holds is free when it was last read.
+        static: positions of those that are read or written where they lie. shown: how many of the results are
+        the caller's; None for all. called_in: called when a replay is left out because somebody holds a lent
+        result; None to lend none. taken: positions of what a forward pass saved. beside: memory that no
+        replay may write to, unless it is of what is taken and has been read."""
         tensors = [i for i, value in enumerate(arguments) if isinstance(value, Tensor)]
         self._static = [i for i in tensors if i in static]
         self._addresses = [arguments[i].data_ptr() for i in self._static]
@@ -73,7 +73,7 @@ class Recording:
             self._into = [torch.empty_like(layout.memory(arguments[i])) for i, layout in self._inputs]
         inputs = self._replaced(arguments)
         arguments.clear()
-        given = {
+        arguments_at = {
             inputs[i].untyped_storage().data_ptr(): (i, _lies(inputs[i])) for i in tensors if i not in taken
         }
         self.number = pool.next_number()
@@ -83,14 +83,14 @@ class Recording:
         self._outputs = [
             (i, _Layout(value)) for i, value in enumerate(self._results[:shown]) if isinstance(value, Tensor)
         ]
-        self.saved = self._saved({place: of for place, of in given.items() if of[0] in static})
+        self.saved = self._saved({place: of for place, of in arguments_at.items() if of[0] in static})
         self.is_released = False
         self.places = frozenset(value.data_ptr() for value in self.saved)
         self._called_in = called_in
         results = {i: self._results[i].data for i, _ in self._outputs}  # which keep no tensor that they view
         for i in results:
             self._results[i] = None
-        large = [] if called_in is None else self._lendable(results, given)
+        large = [] if called_in is None else self._lendable(results, arguments_at)
         self._lent = [(i, value) for i, value in large if not _is_borrowed(value)]
         lent = {i for i, _ in self._lent}
         self._outputs = [(i, layout) for i, layout in self._outputs if i not in lent]
@@ -110,16 +110,17 @@ class Recording:
             inputs[i] = layout.tensor(memory)
         return inputs
 
-    def _saved(self, given: Mapping[int, tuple[int, _Lie]]) -> list[Tensor]:
+    def _saved(self, arguments_at: Mapping[int, tuple[int, _Lie]]) -> list[Tensor]:
         """Return the results that are neither the caller's nor in the memory of an argument, and remember how
-        the latter lie in it: arguments are not kept. given: address of memory -> argument, how that lies."""
+        the latter lie in it: arguments are not kept. arguments_at: address of memory -> argument, how that
+        lies."""
         shown, saved = {i for i, _ in self._outputs}, list[Tensor]()
         self._of: list[tuple[int, int, _Layout, int]] = []
         self._same: list[tuple[int, int]] = []  # results that are arguments
         for i, value in enumerate(self._results):
             if i in shown or not isinstance(value, Tensor):
                 continue
-            of, lie = given.get(value.untyped_storage().data_ptr(), (None, None))
+            of, lie = arguments_at.get(value.untyped_storage().data_ptr(), (None, None))
             if of is None or lie is None:
                 saved.append(value)
             elif _lies(value) == lie:
@@ -130,14 +131,14 @@ class Recording:
                 self._results[i] = None
         return saved
 
-    def _lendable(self, results: Mapping[int, Tensor], given: Collection[int]) -> list[tuple[int, Tensor]]:
+    def _lendable(self, results: Mapping[int, Tensor], memory: Collection[int]) -> list[tuple[int, Tensor]]:
         """Return the large results, with their positions, that share memory with no other and no argument.
 
-        given: addresses of the arguments' memory.
+        memory: addresses of the arguments' memory.
         """
         saved = (value for value in self._results if isinstance(value, Tensor))
         shared = Counter(value.untyped_storage().data_ptr() for value in (*results.values(), *saved))
-        shared.update(list(given))
+        shared.update(list(memory))
         large = ((i, value) for i, value in results.items() if value.nbytes >= LARGE)
         return [(i, value) for i, value in large if shared[value.untyped_storage().data_ptr()] == 1]
 
@@ -192,7 +193,8 @@ class Recording:
         return lie and [arguments[i] for i in self._numbers] == self._values
 
     def __call__(self, arguments: Sequence[Any]) -> list[Any]:
-        """Raises torch.OutOfMemoryError before anything has run."""
+        """Replay the graph for these arguments, and return its results. Raise torch.OutOfMemoryError before
+        anything has run."""
         copies = [torch.empty_like(memory) for memory in self._originals]
         _copy(self._into, [layout.memory(arguments[i]) for i, layout in self._inputs])
         self._replay()
@@ -217,7 +219,7 @@ def _no_report(reason: str | None, kept: int) -> None:
 
 @dataclass(frozen=True)
 class Calls:
-    """How the calls of one captured graph are recorded.
+    """The settings say how the calls of one captured graph are recorded.
 
     static: positions of the arguments of a call that are read or written where they lie. shown: how many
     results are the caller's; None for all. most: captures at most. needed: bytes that a CUDA graph of it
@@ -242,7 +244,7 @@ class Calls:
 
 
 class Recorder:
-    """Calls `run`, or replays a CUDA graph of it: one for each place of its static arguments."""
+    """A recorder calls `run`, or replays a CUDA graph of it: one for each place of its static arguments."""
 
     def __init__(self, run: Boxed, pool: Pool, calls: Calls) -> None:
         self._run, self._pool, self._calls = run, pool, calls
@@ -256,7 +258,7 @@ class Recorder:
 
     @property
     def kept(self) -> int:
-        """Bytes that the CUDA graphs keep between replays."""
+        """Return the bytes that the CUDA graphs keep between replays."""
         return sum(recording.kept for recording in self.recordings)
 
     def give_back(self, reason: str = f"{NO_MEMORY} beside what it kept") -> None:
@@ -291,14 +293,14 @@ class Recorder:
 
     def _find(self, arguments: list[Any]) -> Recording | None:
         """Return the CUDA graph to be replayed for a call, captured now if need be; None if there is none."""
-        found = next((recording for recording in self.recordings if recording.fits(arguments)), None)
-        if found is None:
+        recording = next((recording for recording in self.recordings if recording.fits(arguments)), None)
+        if recording is None:
             return self._record(arguments)
-        if self._pool.may_replay(found) and not self._pool.is_in_the_way(found):
-            return found
-        if found.is_awaited or self._pool.call_in(found) or not self._pool.may_capture():
+        if self._pool.may_replay(recording) and not self._pool.is_in_the_way(recording):
+            return recording
+        if recording.is_awaited or self._pool.call_in(recording) or not self._pool.may_capture():
             return None
-        self.recordings.remove(found)  # behind the graphs that were captured since, it can be replayed again
+        self.recordings.remove(recording)  # captured behind the later graphs, it can be replayed again
         return self._record(arguments)
 
     def _record(self, arguments: list[Any]) -> Recording | None:
@@ -358,7 +360,7 @@ def _aligned(value: Any) -> Any:
 
 
 class _Layout:
-    """How a tensor lies in the memory that it spans."""
+    """A layout says how a tensor lies in the memory that it spans."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.stride = tuple(tensor.shape), tensor.stride()
@@ -381,7 +383,7 @@ def _lies(tensor: Tensor) -> _Lie:
 
 
 def _is_borrowed(result: Tensor) -> bool:
-    """Return whether another tensor has the memory of a lent result, or has given it back."""
+    """True if another tensor has the memory of a lent result, or has given it back."""
     storage = result.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > ALONE or not storage.nbytes()
 

@@ -1,4 +1,4 @@
-"""A backward pass whose graph is kept, by `retain_graph=True` or `create_graph=True`."""
+"""Support a backward pass whose graph is kept, by `retain_graph=True` or `create_graph=True`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_
 
 
 def sparing(run: Boxed, positions: Sequence[int]) -> Boxed:
-    """`run`, which writes over the arguments at `positions`: where autograd keeps its graph
+    """Return `run`, which writes over the arguments at `positions`; if autograd keeps its graph
     (`backward(retain_graph=True)`), over copies of them."""
     if not positions:
         return run

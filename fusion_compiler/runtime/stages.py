@@ -1,4 +1,4 @@
-"""Where the seconds of a compilation go."""
+"""Count the seconds of a compilation by stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Stages:
-    """Seconds of each stage, without those of the stages within it.
+    """The object counts the seconds of each stage, without those of the stages within it.
 
     One graph is compiled at a time (Dynamo's lock), so that there is one present stage.
     """
@@ -25,16 +25,16 @@ class Stages:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By stage, in the order in which they were first entered; up to now."""
+        """Return the seconds by stage up to now, in the order in which stages were first entered."""
         self.enter(self._now)
         return dict(self._seconds)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Seconds outside of any present stage, as of a kernel's first call, which any thread makes."""
+        """Add seconds outside of any present stage, as of a kernel's first call, which any thread makes."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
 
     def enter(self, stage: str) -> None:
-        """The present stage, until the next one or the end of what `during` surrounds."""
+        """Make a stage the present one, until the next one or the end of what `during` surrounds."""
         now = time.perf_counter()
         if self._now:
             self.add(self._now, now - self._since)
@@ -42,7 +42,7 @@ class Stages:
 
     @contextmanager
     def of(self, stage: str) -> Generator[None]:
-        """What runs under it belongs to the stage."""
+        """Count what runs in this context for the stage."""
         before = self._now
         self.enter(stage)
         try:
@@ -51,7 +51,7 @@ class Stages:
             self.enter(before)
 
     def during(self, stage: str, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, each call of it the stage."""
+        """Return `function`, each call of which counts for the stage."""
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,6 +62,6 @@ class Stages:
 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """ "plan 1.00, emit 0.06": what has been added in between, where that shows."""
+    """Return "plan 1.00, emit 0.06": what has been added in between, where that shows."""
     spent = {stage: seconds - before.get(stage, 0.0) for stage, seconds in after.items()}
     return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005)

@@ -1,4 +1,6 @@
-"""What is kept on disk: records of several sorts, and this compiler's kernels in Triton's cache."""
+"""List and remove what is kept on disk: records of several sorts, and this compiler's kernels in Triton's
+cache.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BINARIES = (".cubin", ".hsaco")
 
 @dataclass(frozen=True)
 class Entry:
-    """One record of a `Cache`, or one compiled kernel.
+    """An entry is one record of a `Cache`, or one compiled kernel.
 
     sort: "tuning", "plan", "rewrite" or "kernel". device: the GPU's name, or the target compiled for; "" of a
     rewrite. versions: of torch and Triton ("" where unknown). age: seconds since it was last used (a kernel:
@@ -37,14 +39,14 @@ class Entry:
 
 
 def caches() -> dict[str, Cache]:
-    """The records' folders, by sort."""
+    """Return the records' caches, by sort."""
     folders = {"tuning": FOLDER, "plan": PLANS, "rewrite": REWRITES}
     return {sort: Cache(folder=folder) for sort, folder in folders.items()}
 
 
 def record_entries(cache: Cache, sort: str = "tuning") -> list[Entry]:
-    """The records in a cache's folder, by name; what is no whole record comes last."""
-    found: list[Entry] = []
+    """Return the records in a cache's folder, by name. Records that are not whole come last."""
+    entries: list[Entry] = []
     for file in cache.files():
         with contextlib.suppress(OSError):
             stat = file.stat()
@@ -54,8 +56,8 @@ def record_entries(cache: Cache, sort: str = "tuning") -> list[Entry]:
             name = _name_of(record) if record else file.stem[:12]
             problem = "" if record else "not a whole record"
             age = time.time() - stat.st_mtime
-            found.append(Entry(sort, name, device, versions, age, stat.st_size, problem, file))
-    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+            entries.append(Entry(sort, name, device, versions, age, stat.st_size, problem, file))
+    return sorted(entries, key=lambda e: (bool(e.problem), e.name, e.age))
 
 
 def _name_of(record: dict[str, Any]) -> str:
@@ -64,7 +66,8 @@ def _name_of(record: dict[str, Any]) -> str:
 
 
 def kernel_folder() -> Path | None:
-    """Where Triton keeps kernels, those of other programs too; None where Triton is not installed."""
+    """Return the folder where Triton keeps kernels, those of other programs too, or None if Triton is not
+    installed."""
     try:
         from triton import knobs
     except ImportError:
@@ -73,11 +76,12 @@ def kernel_folder() -> Path | None:
 
 
 def kernel_entries(folder: Path | None) -> list[Entry]:
-    """The kernels that this compiler made: folders named as Triton names them, with its checksum inside."""
+    """Return the kernels that this compiler built: folders named as Triton names them, with its checksum
+    inside."""
     seals = sorted(folder.glob("*/*.sha256")) if folder is not None else []
     seals = [seal for seal in seals if is_entry(seal.parent)]
-    found = [entry for seal in seals for entry in _kernel(seal)]
-    return sorted(found, key=lambda e: (bool(e.problem), e.name, e.age))
+    entries = [entry for seal in seals for entry in _kernel(seal)]
+    return sorted(entries, key=lambda e: (bool(e.problem), e.name, e.age))
 
 
 def _kernel(seal: Path) -> Iterator[Entry]:
@@ -101,7 +105,7 @@ def _kernel(seal: Path) -> Iterator[Entry]:
 
 
 def clear(entries: Iterable[Entry], caches: Iterable[Cache]) -> tuple[int, int]:
-    """Removes entries, and what killed writers left. Returns how many are gone, and their bytes."""
+    """Remove entries, and what killed writers left. Return how many are gone, and their bytes."""
     gone = freed = 0
     for entry in entries:
         with contextlib.suppress(OSError):
@@ -116,7 +120,7 @@ def clear(entries: Iterable[Entry], caches: Iterable[Cache]) -> tuple[int, int]:
 
 
 def _remove_kernel(entry: Entry) -> None:
-    """The files of one kernel, and their folder if there is nothing else in it."""
+    """Remove the files of one kernel, and their folder if there is nothing else in it."""
     for file in entry.path.iterdir():
         if file.name.startswith((f"{entry.name}.", f"__grp__{entry.name}.")):
             file.unlink()

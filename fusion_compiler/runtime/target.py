@@ -1,4 +1,4 @@
-"""What a kernel becomes on a GPU, found out without having one: registers, spills, shared memory."""
+"""Find out what a kernel becomes on a GPU, without the GPU: registers, spills, shared memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRITON_TYPES = {
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel.
+    """A binary is a compiled kernel.
 
     registers: a thread's (vector registers on AMD). spills: bytes of a thread's local memory on
     NVIDIA, vector registers on AMD; 0 is none. shared_bytes: of a program.
@@ -49,16 +49,16 @@ class Binary:
 
 
 def argument_type(argument: Argument) -> str:
-    """Triton's name for the type of a parameter: "*bf16" for a buffer, "i64" for a size, "fp32" for a
+    """Return Triton's name for the type of a parameter: "*bf16" for a buffer, "i64" for a size, "fp32" for a
     number."""
     name = TRITON_TYPES[argument.dtype]
     return name if argument.role in (Role.SIZE, Role.NUMBER) else f"*{name}"
 
 
 def parse_target(target: str) -> tuple[str, int | str, int]:
-    """sm_90 -> ("cuda", 90, 32); gfx942 -> ("hip", "gfx942", 64). Raises ValueError for others."""
-    if found := re.fullmatch(r"sm_(\d+)", target):
-        return "cuda", int(found[1]), 32
+    """Parse sm_90 -> ("cuda", 90, 32) and gfx942 -> ("hip", "gfx942", 64). Raise ValueError for others."""
+    if match := re.fullmatch(r"sm_(\d+)", target):
+        return "cuda", int(match[1]), 32
     if re.fullmatch(r"gfx\w+", target):
         # CDNA (gfx9) has wavefronts of 64, RDNA of 32.
         return "hip", target, 64 if target.startswith("gfx9") else 32
@@ -71,10 +71,11 @@ def build_of(
     loose: frozenset[str] = frozenset(),
     wide_sizes: bool = False,
 ) -> Build:
-    """What to compile for `kernel`.
+    """Return what to compile for `kernel`.
 
-    loose: inputs and sizes (`Argument.given`) that are no multiples of 16, whatever its arguments claim.
-    wide_sizes: sizes are 64-bit even where the kernel would take them as 32-bit.
+    loose: inputs and sizes, by `Argument.launch_name`, that are no multiples of 16, whatever its arguments
+        claim.
+    wide_sizes: sizes are 64-bit even if the kernel would take them as 32-bit.
     """
 
     def type_of(argument: Argument) -> str:
@@ -82,7 +83,7 @@ def build_of(
         return "i64" if wide else argument_type(argument)
 
     def is_divisible(argument: Argument) -> bool:
-        return argument.aligned and argument.given not in loose
+        return argument.aligned and argument.launch_name not in loose
 
     arguments = kernel.arguments
     return Build(
@@ -101,7 +102,7 @@ def build_of(
 
 
 def compile_for(kernel: Kernel, target: str) -> Binary:
-    """Compiles `kernel` for "sm_80", "sm_90", "sm_100", "gfx942" and the like; needs no GPU.
+    """Compile `kernel` for "sm_80", "sm_90", "sm_100", "gfx942" and the like; this needs no GPU.
 
     Raises ValueError for an unknown target and KernelError when the kernel does not compile.
     """
@@ -121,8 +122,8 @@ def compile_for(kernel: Kernel, target: str) -> Binary:
 
 
 def instructions(kernel: Kernel, target: str) -> tuple[str, ...]:
-    """Names of the machine instructions of `kernel` on an NVIDIA target ("sm_90"): those of its longest
-    loop, or all where it has none. "MUFU" are those of the slow unit (exp2, reciprocal, tanh, ...).
+    """Return the names of the machine instructions of `kernel` on an NVIDIA target ("sm_90"): those of its
+    longest loop, or all if it has none. "MUFU" are those of the slow unit (exp2, reciprocal, tanh, ...).
 
     Raises what compiling raises.
     """
@@ -152,9 +153,9 @@ def instructions(kernel: Kernel, target: str) -> tuple[str, ...]:
 
 
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread, from the cubin by Triton's own cuobjdump.
+    """Return registers and bytes of local memory of a thread, from the cubin by Triton's own cuobjdump.
 
-    Local memory (STACK and LOCAL) is where spilled registers go, beside arrays that are declared so.
+    Spilled registers go to local memory (STACK and LOCAL), beside arrays that are declared so.
     """
     from triton import knobs
 
@@ -168,11 +169,11 @@ def _cubin_resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _declared_local(ptx: str) -> int:
-    """Bytes of a thread's declared arrays, such as the slow path of libdevice's sine keeps."""
+    """Return the bytes of a thread's declared arrays, such as the slow path of libdevice's sine keeps."""
     return sum(-(-int(size) // 8) * 8 for size in re.findall(r"__local_depot\d+\[(\d+)\];", ptx))
 
 
 def _directive(amdgcn: str, name: str) -> int:
-    found = re.search(rf"\.{name}:\s*(\d+)", amdgcn)
-    assert found is not None, f"the assembly says no .{name}"
-    return int(found[1])
+    match = re.search(rf"\.{name}:\s*(\d+)", amdgcn)
+    assert match is not None, f"the assembly says no .{name}"
+    return int(match[1])

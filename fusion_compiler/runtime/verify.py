@@ -1,5 +1,6 @@
-"""verify=True: each cluster's kernel beside its fx subgraph, each kernel of the user's beside its pattern's
-code, once, and what to make of the difference."""
+"""Compare, with verify=True, each cluster's kernel with its fx subgraph, and each kernel of the user's with
+its pattern's code, once, and decide what to make of the difference.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ WORSE = 4  # times as far from float64 as the pattern's own code a user's kernel
 
 @dataclass(frozen=True)
 class Verified:
-    """One output of one cluster, or of one kernel of the user's, at its first call.
+    """A row has the error of one output of one cluster, or of one kernel of the user's, at its first call.
 
     error: largest absolute difference. scale: largest finite absolute value of the fx subgraph's output.
     bound: what `error` may be: 64 roundings, at that scale, of the narrowest float dtype that eager stores on
@@ -46,9 +47,9 @@ class Verified:
 
 @dataclass
 class Verification:
-    """The table of a compilation, filled as clusters are called for the first time.
+    """The table of a compilation is filled as clusters are called for the first time.
 
-    nothing: why it stays empty, where there are no kernels.
+    nothing: why it stays empty, if there are no kernels.
     """
 
     rows: list[Verified] = field(default_factory=list[Verified])
@@ -66,14 +67,14 @@ class Verification:
 
 
 def coarsest(dag: OpDag, ops: Iterable[str]) -> float:
-    """The rounding of the narrowest float dtype among the results of some ops."""
+    """Return the rounding of the narrowest float dtype among the results of some ops."""
     dtypes = [meta.dtype for name in ops for meta in dag.op(name).outputs]
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
 
 def compare(cluster: str, output: str, got: Tensor, want: Tensor, coarsest: float = 0.0) -> Verified:
-    """The largest difference; NaN and infinities must be where the other has them. coarsest: the rounding of
-    the narrowest float between the two ends, where that is not the result's."""
+    """Return the row with the largest difference; NaN and infinities must be where the other has them.
+    coarsest: the rounding of the narrowest float between the two ends, if that is not the result's."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return Verified(cluster, output, want.dtype, torch.inf, 0.0, 0.0)
     a, b = got.detach().to(torch.float64), want.detach().to(torch.float64)
@@ -87,7 +88,7 @@ def compare(cluster: str, output: str, got: Tensor, want: Tensor, coarsest: floa
 
 
 def compare_with_exact(kernel: str, output: str, got: Tensor, want: Tensor, exact: Tensor | None) -> Verified:
-    """A user's kernel against its pattern's code run in float64, where that can be and has the same form.
+    """Compare a user's kernel with its pattern's code run in float64, if that can be and has the same form.
 
     It may be off by one rounding of its dtype, by 64 of float32 (float64 for float64), or four times as far
     as the code in the tensors' own dtypes, `want`, is.
@@ -103,7 +104,7 @@ def compare_with_exact(kernel: str, output: str, got: Tensor, want: Tensor, exac
 
 @dataclass(frozen=True, eq=False)
 class KernelCheck:
-    """What is made of a user's kernel at its first call; one belongs to one compilation."""
+    """A check handles the results of a user's kernel at its first call; one belongs to one compilation."""
 
     verification: Verification
     warned: WarnOnce
@@ -116,7 +117,7 @@ class KernelCheck:
         want: Sequence[Tensor],
         exact: Sequence[Tensor] | None,
     ) -> bool:
-        """Whether the results hold; False with one FusionWarning; strict raises KernelError.
+        """True if the results hold. Otherwise return False with one FusionWarning; strict raises KernelError.
 
         got: of the kernel. want: of its pattern's code. exact: of that in float64; None where it has none.
         """
@@ -135,7 +136,8 @@ class KernelCheck:
 
 
 def in_float64(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-    """A graph of ATen ops with float64 in the place of every float dtype, also of arguments and results."""
+    """Return a graph of ATen ops with float64 in the place of every float dtype, also of arguments and
+    results."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
@@ -152,10 +154,10 @@ def _wide(value: Any) -> Any:
 
 
 class Verifier:
-    """A cluster's runner that compares on its first call and is gone from then on.
+    """A verifier is a cluster's runner that compares on its first call and is gone from then on.
 
-    Where the results differ by more than rounding, both are held to the fx subgraph run in float64: of what
-    cancels, either may be rounding alone. Where the kernel's are then still wrong, or of another shape or
+    If the results differ by more than rounding, both are compared with the fx subgraph run in float64: where
+    values cancel, either may be rounding alone. If the kernel's are then still wrong, or of another shape or
     dtype, the fx subgraph's are returned, then and later, with one FusionWarning; strict raises KernelError.
     written: positions of the arguments into which a cluster writes; the comparison writes into copies.
     """
@@ -207,7 +209,7 @@ class Verifier:
     def _held_to_float64(
         self, rows: list[Verified], arguments: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor]
     ) -> list[Verified]:
-        """The rows again, those that disagree with their errors against float64."""
+        """Return the rows again, those that disagree with their errors against float64."""
         try:
             exact = in_float64(self._reference)(*arguments)
         except (RuntimeError, TypeError):  # an operator that has no float64, or reads bits

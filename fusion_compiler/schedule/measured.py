@@ -1,8 +1,9 @@
 """Measured schedules: the fastest tile shapes by kind of schedule, width and trait, which override the cost
 model.
 
+The rows stand in `measured.csv`; this module reads and checks them, and defines the traits that they name.
 A row applies to loop nests with at most `widest` columns for which all traits are true; the first row of a
-kind that applies is used. A row with `at` inserts its shapes at that position of the result. The kind's
+kind that applies is used. A row with a position inserts its shapes at that position of the result. The kind's
 module defines what a shape means. Warps have 32 threads. Rows that the model ranks equally well can be
 removed: `python -m benchmarks schedules --from benchmarks/results/schedules.json` tells without a GPU.
 """
@@ -10,21 +11,23 @@ removed: `python -m benchmarks schedules --from benchmarks/results/schedules.jso
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.resources import files
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Random
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
-from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
 Shape = tuple[int, ...]
 Trait = Callable[[Analysis], bool]
 
-ANY = 1 << 60
+ANY = 1 << 60  # columns: the row applies to any width
+# How many numbers a shape of each kind has.
+KINDS = {"flat": (3,), "persistent": (4,), "shared": (5,), "rows": (3, 4), "wide": (3, 4)}
 LONG = 16  # instructions
 CROWDED = 128  # registers of a thread for tiles beyond which more threads are faster
 
@@ -127,143 +130,99 @@ def few_elements(a: Analysis) -> bool:
     return max(1, hint(a.size(ROWS))) * hint(a.size(COLS)) // 32768 * 16 < 32 * 132
 
 
-@dataclass(frozen=True)
-class Source:
-    """The device, date and code of a measurement."""
+TRAITS: dict[str, Trait] = {
+    trait.__name__: trait
+    for trait in (
+        long_functions, mixed, tall, known_width, only_reduced, stored, has_scans, exponentials, simple,
+        several_tensors, random_numbers, crowded, misaligned, aligned, one_sum, no_sums, shareable,
+        same_for_all_rows, few_elements,
+    )
+}  # fmt: skip
 
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of `measured.csv`, whose columns are these fields: when shapes are the fastest, best first, and
+    where, when and with what code they were measured."""
+
+    kind: str
+    widest: int
+    traits: tuple[Trait, ...]
+    shapes: tuple[Shape, ...]
+    position: int | None
     device: str
     target: str
     date: str
     commit: str
 
 
-H200 = Source("h200", "sm_90", "2026-11-22", "6060cb2")
+COLUMNS = [field.name for field in fields(Measured)]
 
 
-@dataclass(frozen=True)
-class Measured:
-    kind: str
-    widest: int
-    when: tuple[Trait, ...]
-    shapes: tuple[Shape, ...]
-    at: int | None = None
-    source: Source = H200
+def read(text: str) -> tuple[Measured, ...]:
+    """Return the rows of a table in the format of `measured.csv`. Raise ValueError, with the line and what to
+    write instead, if one is malformed."""
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line and not line.startswith("#")]
+    if not lines or lines[0][1].split(",") != COLUMNS:
+        raise ValueError(f"measured.csv: write the columns {','.join(COLUMNS)} in the first line")
+    rows: list[Measured] = []
+    for number, line in lines[1:]:
+        try:
+            rows.append(_row(line.split(",")))
+        except ValueError as error:
+            raise ValueError(f"measured.csv, line {number}: {error}") from None
+    return tuple(rows)
 
 
-NARROW, TWO, WIDE = (2, 2048, 4, 4, 3), (2, 4096, 2, 8, 3), (2, 8192, 1, 16, 3)
-ONE, THREE, WIDEST_PART = (1, 4096, 2, 8, 3), (1, 4096, 3, 8, 3), (1, 16384, 1, 16, 3)
-IN_TURN = (-4096, 0, 8, 2)  # two programs per multiprocessor, which loop over rows
-KEPT = 64  # registers of a thread that keeps 32 elements of two tensors
-SMALL, PART = (4096, 4096, 4), (8192, 8192, 8)
-LOOPS = ((0, 16384, 16), (0, 8192, 16))
-SIMPLE = ((8192, 4096, 8), (16384, 8192, 8), (8192, 4096, 4))
-OTHERS = ((8192, 4096, 4), (16384, 8192, 8), (8192, 4096, 8))
-LONGER = (
-    (16384, 8192, 8),
-    (16384, 4096, 8),
-    (32768, 4096, 16),
-    (16384, 8192, 4),
-    (0, 16384, 8),
-    (0, 8192, 16),
-)
-LONGEST = ((16384, 4096, 16), (16384, 8192, 16), (16384, 8192, 8), (0, 16384, 8), (0, 8192, 16))
-
-WITH_EXPONENTIALS = ((-4096, 0, 2), (-8192, 0, 4), (-2048, 0, 1), (-8192, 0, 8))
-LOADED_ONCE = ((-4096, 256, 4), (-2048, 256, 4), (-8192, 256, 8), (-16384, 256, 32))
-SMALL_FIRST = (SMALL, PART, (*SMALL, KEPT), (4096, 4096, 8), *LOOPS)
-PART_FIRST = (PART, SMALL, (*PART, KEPT), (4096, 4096, 8), *LOOPS)
-KEPT_FIRST = ((*PART, KEPT), PART, (8192, 8192, 16), (16384, 4096, 16), *LOOPS)
-WIDER = ((16384, 8192, 8), (16384, 4096, 16), (16384, 8192, 16), (32768, 8192, 16), *LOOPS)
-
-TABLE: tuple[Measured, ...] = (
-    Measured("flat", ANY, (mixed,), ((64, 64, 8), (32, 64, 4), (64, 32, 4), (128, 64, 8))),
-    Measured("flat", ANY, (long_functions,), ((0, 512, 4), (0, 1024, 8), (0, 1024, 4), (0, 256, 2))),
-    Measured("flat", ANY, (), ((0, 2048, 4), (0, 1024, 2), (0, 4096, 8), (0, 1024, 4))),
-    # Norms' gradients: each program keeps a row of sums.
-    Measured("persistent", 256, (), ((8192, 1, 16, 3), (8192, 1, 8, 3), (8192, 2, 16, 3), (1024, 4, 4, 3))),
-    Measured("persistent", 1024, (), ((2048, 4, 2, 3), (4096, 2, 4, 3), (8192, 1, 8, 3), (2048, 4, 4, 3))),
-    Measured("persistent", 4096, (), ((4096, 2, 4, 3), (8192, 1, 8, 3), (4096, 2, 8, 3), (8192, 1, 16, 2))),
-    Measured("persistent", 8192, (), ((8192, 1, 8, 3), (8192, 2, 8, 3), (8192, 1, 16, 2))),
-    Measured("persistent", ANY, (shareable,), ((8192, 1, 16, 2), (8192, 1, 8, 3), (8192, 2, 8, 3))),
-    Measured("persistent", ANY, (), ((8192, 1, 8, 3), (8192, 2, 8, 3), (8192, 1, 16, 2))),
-    # The wider the row, the longer its programs wait, and the more each must keep. Misaligned tiles need
-    # registers for masks: programs with few columns have more of them.
-    Measured("shared", 8192, (), ()),
-    Measured("shared", 16384, (), (NARROW, TWO, WIDE)),
-    Measured("shared", 131072, (misaligned, one_sum), (NARROW, THREE, ONE, WIDE)),
-    Measured("shared", 32768, (misaligned,), (TWO, ONE, WIDE, NARROW)),
-    Measured("shared", 131072, (misaligned,), (NARROW, TWO, ONE, WIDE)),
-    Measured("shared", 524288, (misaligned, one_sum), (THREE, ONE, TWO, WIDE)),
-    Measured("shared", 524288, (misaligned,), (TWO, ONE, WIDE)),
-    Measured("shared", 32768, (), (TWO, NARROW, WIDE, ONE)),
-    Measured("shared", 524288, (one_sum,), (THREE, TWO, WIDE, ONE)),
-    Measured("shared", 65536, (), (TWO, WIDE, ONE, NARROW)),
-    Measured("shared", 524288, (), (WIDE, TWO, ONE, NARROW)),
-    Measured("shared", ANY, (), (WIDE, WIDEST_PART)),
-    # Short rows that are only reduced: four times as many, with loads in a loop, which do not stay in caches.
-    Measured("rows", 256, (only_reduced, exponentials), WITH_EXPONENTIALS),
-    Measured("rows", 256, (only_reduced,), LOADED_ONCE),
-    # Scans keep the whole row in registers: as many rows of a sector as do not spill. Chosen by the registers
-    # of sm_90 code, and not timed yet.
-    Measured("rows", 1024, (tall, has_scans), ((8, 0, 8), (16, 0, 16), (8, 0, 16))),
-    Measured("rows", 2048, (tall, has_scans), ((8, 0, 16), (4, 0, 8), (16, 0, 32))),
-    Measured("rows", 4096, (tall, has_scans), ((4, 0, 16), (8, 0, 32))),
-    Measured("rows", 8192, (tall, has_scans), ((2, 0, 16), (4, 0, 32))),
-    Measured("rows", ANY, (tall, has_scans), ((1, 0, 16), (2, 0, 32))),
-    Measured("rows", 1024, (tall,), ((16, 0, 16), (32, 0, 16), (8, 0, 8))),
-    Measured("rows", 2048, (tall,), ((16, 0, 16), (8, 0, 8))),
-    Measured("rows", 4096, (tall,), ((8, 0, 8),)),
-    Measured("rows", 256, (), ((-1024, 0, 4), (-512, 0, 2), (-256, 0, 1), (-2048, 0, 4))),
-    Measured("rows", 1024, (), ((1, 0, 1), (4, 0, 2), (4, 0, 4), (1, 0, 4))),
-    Measured("rows", 2048, (), ((1, 0, 4), (1, 0, 2), (2, 0, 4), (1, 0, 8))),
-    Measured("rows", 4096, (random_numbers,), ((1, 0, 8), (1, 0, 4), (1, 0, 16))),
-    Measured("rows", 4096, (), ((1, 0, 4), (1, 0, 8), (1, 0, 16))),
-    Measured("rows", 8192, (crowded,), ((1, 0, 16), (1, 0, 32), (1, 0, 8), (1, 0, 4))),
-    Measured("rows", 8192, (), ((1, 0, 8), (1, 0, 32), (1, 0, 16), (1, 0, 4))),
-    Measured("rows", ANY, (misaligned,), ((1, 0, 8), (1, 0, 16), (1, 0, 32))),  # masks take issue slots
-    Measured("rows", ANY, (), ((1, 0, 16), (1, 0, 32), (1, 0, 8))),
-    # Rows that are only reduced: a loop with 64 elements per thread.
-    Measured("rows", 2048, (), (), at=0),
-    Measured("rows", 4096, (only_reduced,), ((1, 4096, 2),), at=0),
-    Measured("rows", 8192, (only_reduced,), ((1, 8192, 4), (1, 4096, 2)), at=0),
-    Measured("rows", ANY, (only_reduced,), ((1, 4096, 2), (1, 8192, 4)), at=0),
-    # Misaligned rows: a loop has no masks within the row, and few programs keep weights from row to row.
-    Measured("rows", 4096, (misaligned, same_for_all_rows, no_sums), (IN_TURN,), at=1),
-    Measured("rows", 4096, (), (), at=1),
-    Measured("rows", ANY, (misaligned, stored, same_for_all_rows, no_sums), (IN_TURN, (1, 4096, 4)), at=1),
-    Measured("rows", ANY, (misaligned, stored, no_sums), ((1, 4096, 4),), at=1),
-    Measured("rows", ANY, (misaligned, same_for_all_rows, no_sums), (IN_TURN,), at=1),
-    Measured("rows", 2048, (), (), at=3),
-    Measured("rows", ANY, (aligned, same_for_all_rows, no_sums), (IN_TURN,), at=3),
-    # Rows that are read, reduced and read again, from registers that keep small parts of several tensors.
-    Measured("wide", ALONE, (known_width,), ()),
-    Measured("wide", ANY, (has_scans,), ((0, 4096, 8), (0, 8192, 16), (0, 4096, 4))),  # not timed yet
-    Measured("wide", 65535, (stored, several_tensors), SMALL_FIRST),
-    Measured("wide", 131072, (stored, several_tensors), PART_FIRST),
-    Measured("wide", 524288, (stored, several_tensors), KEPT_FIRST),
-    Measured("wide", ANY, (stored, several_tensors), WIDER),
-    # One tensor, read again from L2 or L1.
-    Measured("wide", 32768, (stored, simple), ((0, 16384, 32), *SIMPLE, *LOOPS)),
-    Measured("wide", 32768, (stored,), ((0, 16384, 8), *OTHERS, *LOOPS)),
-    Measured("wide", 131072, (stored, simple), (*SIMPLE, (0, 16384, 32), *LOOPS)),
-    Measured("wide", 131072, (stored,), (*OTHERS, (0, 16384, 8), *LOOPS)),
-    Measured("wide", 262144, (stored, simple), LONGER),
-    Measured("wide", 262144, (stored,), ((16384, 8192, 4), *LONGER[1:3], (16384, 8192, 8), *LONGER[4:])),
-    Measured("wide", 524288, (stored,), LONGER),
-    Measured("wide", ANY, (stored, simple, few_elements), ((16384, 4096, 8), *LONGEST)),
-    Measured("wide", ANY, (stored, simple), ((32768, 16384, 16), *LONGEST)),
-    Measured("wide", ANY, (stored,), LONGER),
-)
+def _row(cells: list[str]) -> Measured:
+    if len(cells) != len(COLUMNS):
+        raise ValueError(f"{len(cells)} cells: write {len(COLUMNS)}, {','.join(COLUMNS)}")
+    kind, widest, traits, shapes, position, *origin = cells
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: write one of {', '.join(KINDS)}, or add it to KINDS")
+    if not (widest == "any" or widest.isdecimal()):
+        raise ValueError(f"widest is {widest!r}: write a number of columns, or any")
+    for name in traits.split():
+        if name not in TRAITS:
+            names = ", ".join(TRAITS)
+            raise ValueError(f"unknown trait {name!r}: write some of {names}, or add a function to TRAITS")
+    if position and not position.isdecimal():
+        raise ValueError(f"position is {position!r}: write a place in the result from 0, or nothing")
+    if not all(origin):
+        raise ValueError("write the device, target, date and commit of the measurement")
+    return Measured(
+        kind,
+        ANY if widest == "any" else int(widest),
+        tuple(TRAITS[name] for name in traits.split()),
+        tuple(_shape(kind, shape) for shape in shapes.split(";") if shapes),
+        int(position) if position else None,
+        *origin,
+    )
 
 
-def shapes(kind: str, a: Analysis) -> tuple[Shape, ...]:
-    """Return the measured shapes of a kind of schedule for a loop nest, best first."""
+def _shape(kind: str, text: str) -> Shape:
+    numbers = text.split()
+    if len(numbers) not in KINDS[kind] or not all(n.removeprefix("-").isdecimal() for n in numbers):
+        counts = " or ".join(map(str, KINDS[kind]))
+        raise ValueError(f"malformed shape {text.strip()!r}: write {counts} integers for the kind {kind}")
+    return tuple(map(int, numbers))
+
+
+TABLE = read((files("fusion_compiler.schedule") / "measured.csv").read_text(encoding="utf-8"))
+TARGETS = tuple(dict.fromkeys(row.target for row in TABLE))
+
+
+def shapes(kind: str, a: Analysis, target: str) -> tuple[Shape, ...]:
+    """Return the measured shapes of a kind of schedule for a loop nest, best first. If nothing was measured
+    on the target, they are those of the first target of the table."""
     width = hint(a.size(COLS))
+    source = target if target in TARGETS else TARGETS[0]
+    rows = (row for row in TABLE if row.kind == kind and row.target == source and width <= row.widest)
     row_at: dict[int | None, Measured] = {}
-    for row in TABLE:
-        if row.kind == kind and row.at not in row_at and width <= row.widest and all(t(a) for t in row.when):
-            row_at[row.at] = row
+    for row in rows:
+        if row.position not in row_at and all(trait(a) for trait in row.traits):
+            row_at[row.position] = row
     result = list(row_at.pop(None).shapes) if None in row_at else []
-    for at in sorted(key for key in row_at if key is not None):
-        result[at:at] = row_at[at].shapes
+    for position in sorted(key for key in row_at if key is not None):
+        result[position:position] = row_at[position].shapes
     return tuple(dict.fromkeys(result))

@@ -33,7 +33,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, table.shapes("persistent", a))
+    return from_shapes(a, device, table.shapes("persistent", a, device.target))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -16,12 +16,19 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.measured import NARROW, ONE, TWO, WIDE, WIDEST_PART, Shape
+from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, widest_shared
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import WARP, warps_of
 
-SHAPES = (TWO, WIDE, ONE, NARROW, WIDEST_PART)
+SHAPES = (
+    (2, 4096, 2, 8, 3),
+    (2, 8192, 1, 16, 3),
+    (1, 4096, 2, 8, 3),
+    (2, 2048, 4, 4, 3),
+    (1, 16384, 1, 16, 3),
+)
+TYPICAL = (*SHAPES[:2], SHAPES[-1])
 # Without a limit, the compiler uses more registers than a program's share of a multiprocessor, and half of
 # the programs run after the others. Registers are allocated in multiples of this.
 REGISTER_UNIT = 8
@@ -54,11 +61,11 @@ def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, table.shapes("shared", a))
+    return from_shapes(a, device, table.shapes("shared", a, device.target))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, (TWO, WIDE, WIDEST_PART))
+    return from_shapes(a, device, TYPICAL)
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -37,7 +37,7 @@ from fusion_compiler.schedule import (
 )
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
-from fusion_compiler.schedule.measured import H200
+from fusion_compiler.schedule.measured import TARGETS
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.registers import MOST, tile_registers
 from fusion_compiler.schedule.schedule import Schedule
@@ -91,7 +91,7 @@ def schedules(
     us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(measured)}
     registers = {s: tile_registers(a, s) for s in us}
     crowded = {s: count if count > MOST else 0.0 for s, count in registers.items()}
-    measured_here = device.target == H200.target and not all(crowded[s] for s in measured)
+    measured_here = device.target in TARGETS and not all(crowded[s] for s in measured)
     leaders = sorted(measured, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
     leaders = leaders or ranked[:LEADING]

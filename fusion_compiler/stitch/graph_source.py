@@ -1,4 +1,4 @@
-"""The text of a stitched graph: one line a call, results unpacked, each value freed at its last use.
+"""Write the text of a stitched graph: one line a call, results unpacked, each value freed at its last use.
 
 def forward(self, args_list):
     x, weight, = args_list
@@ -42,7 +42,8 @@ def quick(target: Any) -> Any:
 
 
 class GraphSource(CodeGen):
-    """Takes the arguments as one list and empties it, so that each is freed at its last use.
+    """The generated function takes the arguments as one list and empties it, so that each is freed at its
+    last use.
 
     bound: the generated code's global names and what they stand for.
     ranges: gives node name -> text of its range, asked when a profiler is first active; without it there is
@@ -74,7 +75,8 @@ def _function(head: str, body: Sequence[str]) -> str:
 
 
 class Ranged:
-    """The version of a graph's source whose units run in ranges of their names; written when first called.
+    """Run the version of a graph's source whose units have ranges with their names; it is written when first
+    called.
 
     lines: (node name, "" for none; statement). bound: what global names stand for. opened: the name among
     them of what opens a range.
@@ -115,7 +117,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class _Line:
-    """One statement: `targets = text`, where text reads `operands`, made for `node`."""
+    """A line is one statement: `targets = text`, where text reads `operands`; it computes `node`."""
 
     node: str
     targets: tuple[str, ...]
@@ -134,7 +136,7 @@ class _Printer:
         self.bound: dict[str, Any] = {}
 
     def lines(self, nodes: list[fx.Node]) -> list[tuple[str, str]]:
-        """(node name or "", statement)."""
+        """Return (node name or "", statement) of each line."""
         arguments = tuple(repr(node) for node in nodes if node.op == "placeholder")
         header = _Line("", arguments, "args_list", (), unpacks=True)
         body = [header] if arguments else []
@@ -178,7 +180,7 @@ class _Printer:
         return _Line(node.name, targets, text, operands, unpacks=True)
 
     def name(self, value: Any) -> str:
-        """A global name for something that has no text of its own."""
+        """Return a global name for something that has no text of its own."""
         hint = getattr(value, "_opname", None) or getattr(value, "__name__", None)
         hint = hint or str(value).rpartition(".")[2]
         name = self.namespace.create_name(re.sub(r"\W", "_", hint).lstrip("_") or "value", value)
@@ -206,7 +208,7 @@ class _Printer:
 
 
 def _unpacked(node: fx.Node) -> int | None:
-    """How many results a call has, where only its single results are read."""
+    """Return how many results a call has, if only its single results are read, or else None."""
     value = node.meta.get("val")
     parts = [user.args[1] for user in node.users if user.target is operator.getitem]
     distinct = {part for part in parts if isinstance(part, int)}
@@ -216,6 +218,6 @@ def _unpacked(node: fx.Node) -> int | None:
 
 
 def _is_part(node: fx.Node) -> bool:
-    """Whether the line of the call that made it names it already."""
-    whole = node.args[0] if node.target is operator.getitem else None
-    return isinstance(whole, fx.Node) and _unpacked(whole) is not None
+    """True if the line of the call that computed a node already names it."""
+    call = node.args[0] if node.target is operator.getitem else None
+    return isinstance(call, fx.Node) and _unpacked(call) is not None

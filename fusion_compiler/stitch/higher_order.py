@@ -1,4 +1,4 @@
-"""Higher-order operators: those that take graphs as arguments.
+"""Compile higher-order operators, which take graphs as arguments.
 
 Control flow (`CONTROL_FLOW`) stays PyTorch's own call, and the graphs that it takes are compiled as their
 caller is. FlexAttention has a kernel through Inductor alone (`LOWERED`): called as it is, it stores its
@@ -26,9 +26,9 @@ LOWERED = (_HIGHER.flex_attention, _HIGHER.flex_attention_backward)
 
 
 class CompiledGraph(nn.Module):
-    """A compiled graph in the place of the one that an operator takes.
+    """A compiled graph stands in the place of the one that an operator takes.
 
-    run: takes a list and returns one. strides: of each operand, as the graph was traced with; None where they
+    run: takes a list and returns one. strides: of each operand, as the graph was traced with; None if they
     are not known. one: whether the graph returns its result alone.
     """
 
@@ -65,7 +65,7 @@ def _returning_a_tuple(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 class Lowered:
-    """A call of a higher-order operator on tensors, compiled when it is first made.
+    """A call of a higher-order operator on tensors is compiled when it is first made.
 
     gm: takes the tensors, returns the results as a flat tuple. form: as what the operator returns them.
     Raises what Inductor raises.
@@ -93,7 +93,7 @@ class Lowered:
 
 
 def in_its_operators(part: nn.Module) -> fx.GraphModule:
-    """A graph that an operator takes, of those operators that Inductor compiles: ours are others."""
+    """Return a graph that an operator takes, in the operators that Inductor compiles, which are not ours."""
     from torch._inductor.decomposition import select_decomp_table
 
     return make_fx(part, decomposition_table=select_decomp_table())(*_inputs(part))
@@ -105,7 +105,7 @@ def _inputs(part: nn.Module) -> list[Any]:
 
 
 def lowered(node: fx.Node, module: fx.GraphModule) -> tuple[Lowered, list[fx.Node]]:
-    """What to call in the place of a higher-order operator's node, and on which of its operands."""
+    """Return what to call in the place of a higher-order operator's node, and its operands."""
     operands = [n for n in node.all_input_nodes if not _is_graph(n)]
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -126,12 +126,12 @@ def _is_graph(node: fx.Node) -> bool:
 
 
 def _at(graph: fx.Graph, call: fx.Node, path: tuple[Any, ...], value: Any) -> fx.Node | None:
-    """The node of one result, None where that is nothing."""
+    """Return the node of one result, or None if the result is None."""
     if value is None:
         return None
-    found, whole = call, call.meta["val"]
+    result, part = call, call.meta["val"]
     for key in path:
-        whole = key.get(whole)
-        found = graph.call_function(operator.getitem, (found, key.idx))
-        found.meta = {"val": whole}
-    return found
+        part = key.get(part)
+        result = graph.call_function(operator.getitem, (result, key.idx))
+        result.meta = {"val": part}
+    return result

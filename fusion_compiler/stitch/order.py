@@ -1,11 +1,11 @@
-"""In which order kernels and library calls run: it decides how much memory is in use at once.
+"""Order kernels and library calls, which decides how much memory is in use at once.
 
-The order of the captured program is eager's own. Beside it stand those that run whatever frees at least as
-much as it allocates as soon as it can run (a weight's gradient right after the gradient of the layer's
-result, say), and those that run nothing before its first reader is due (what a backward computes again); the
-one with the lowest peak is taken.
+The order of the captured program is eager's own. Other candidates run whatever frees at least as much as it
+allocates as soon as it can run (a weight's gradient right after the gradient of the layer's result, say), or
+run nothing before its first reader is due (what a backward computes again). The candidate with the lowest
+peak is taken.
 
-A result takes the memory of an operand that nobody reads any more where its cluster may write there.
+A result takes the memory of an operand that nobody reads any more if its cluster may write there.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Step:
-    """A launch of a cluster or a library call.
+    """A step is a launch of a cluster or a library call.
 
-    reads, makes: tensors that own memory. bytes: of `makes`. beside: further ones, in use while it runs.
+    reads, makes: tensors that own memory. bytes: of `makes`. beside: further bytes, in use while it runs.
     """
 
     name: str
@@ -47,18 +47,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Order:
-    """Steps in the order to run them, and the bytes that are in use by prediction.
+    """An order has the steps as they run, and the predicted bytes in use.
 
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
-    where the graph returns it, to the end. alive: what is in use at the peak, the largest first.
-    over: results that are written over an operand that nobody reads any more, each with that and its bytes.
-    made: bytes in use at once of what the steps make, inputs aside.
+    if the graph returns it, to the end. alive: what is in use at the peak, the largest first. over: results
+    that are written over an operand that nobody reads any more, each with that and its bytes. allocated: most
+    bytes in use at once of what the steps make, without inputs.
     """
 
     steps: tuple[Step, ...]
     curve: tuple[int, ...]
     alive: tuple[tuple[str, int], ...]
-    made: int
+    allocated: int
     over: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     @property
@@ -66,7 +66,7 @@ class Order:
         return max(self.curve)
 
     def __str__(self) -> str:
-        """ "▂▄█▃ 5.68 GB in step 3 of 4, mm: logits 2.10 GB, ..." """
+        """Return "▂▄█▃ 5.68 GB in step 3 of 4, mm: logits 2.10 GB, ..."."""
         at = self.curve.index(self.peak)
         most = ", ".join(f"{name} {_size(size)}" for name, size in self.alive[:SHOWN])
         step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
@@ -74,12 +74,12 @@ class Order:
         return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}{over if self.over else ''}"
 
     def taken(self, inputs: Sequence[str]) -> tuple[int, ...]:
-        """The positions of those inputs that results are written over."""
-        over = {given for given, _ in self.over.values()}
+        """Return the positions of the inputs that results are written over."""
+        over = {operand for operand, _ in self.over.values()}
         return tuple(i for i, name in enumerate(inputs) if name in over)
 
     def placed(self, plan: FusionPlan) -> FusionPlan:
-        """The plan whose clusters write where the order says."""
+        """Return the plan with clusters that write where the order says."""
         if not self.over:
             return plan
         clusters = tuple(
@@ -92,11 +92,11 @@ class Order:
 def ordered(
     plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = None, donated: Container[str] = ()
 ) -> Order:
-    """The steps that the outputs of `plan.dag` need, and those that change something, in order.
+    """Return the steps that the outputs of `plan.dag` need, and those that change something, in order.
 
     owned: inputs that are freed at their last use because the caller gives them up. hints: sizes for which
     bytes are counted; by default those that the plan was made for. donated: inputs that may be written over.
-    Raises RuntimeError where clusters and calls read each other in a circle.
+    Raises RuntimeError if clusters and calls read each other in a circle.
     """
     hints = plan.setting.hints if hints is None and plan.setting is not None else hints
     calls = (node for node in plan.dag.module.graph.nodes if node.op == "call_function")
@@ -115,23 +115,24 @@ def ordered(
     simulated = _Memory(best, held, returned, _Places(plan, frozenset(n for n in held if n not in donated)))
     during = tuple(map(simulated.run, best)) or (sum(held.values()),)
     alive = _alive(best, held, returned, during.index(max(during)), simulated.over)
-    over = {result: (given, simulated.size[result]) for result, given in simulated.over.items()}
+    over = {result: (operand, simulated.size[result]) for result, operand in simulated.over.items()}
     return Order(best, during, alive, max(curve(best, {}, returned)), over)
 
 
 def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:
-    """What is held while these are read."""
+    """Return the tensors whose memory is held while these names are read."""
     return tuple(dict.fromkeys(memory(dag, name) for name in names))
 
 
 def curve(steps: Sequence[Step], held: Mapping[str, int], returned: frozenset[str]) -> tuple[int, ...]:
-    """Bytes in use during each of `steps`, in this order; what is held where there are none."""
+    """Return the bytes in use during each of `steps`, in this order; what is held if there are none."""
     memory = _Memory(steps, held, returned)
     return tuple(map(memory.run, steps)) or (sum(held.values()),)
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """The shape of a curve in at most COLUMNS characters, each the largest of what it stands for."""
+    """Return the shape of a curve in at most COLUMNS characters, each the largest of the values that it
+    stands for."""
     each = -(-len(values) // COLUMNS)
     shown = [max(values[i : i + each]) for i in range(0, len(values), each)]
     return "".join(BARS[min(len(BARS) - 1, len(BARS) * v // max(1, max(shown)))] for v in shown)
@@ -148,40 +149,41 @@ def _alive(
     at: int,
     over: Container[str],
 ) -> tuple[tuple[str, int], ...]:
-    """What is in use during step `at`: made by then, and read then or later, or returned."""
+    """Return what is in use during step `at`: made by then, and read then or later, or returned."""
     later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
-    made = dict(held)
+    sizes = dict(held)
     for step in steps[: at + 1]:
-        made.update(zip(step.makes, step.bytes, strict=True))
+        sizes.update(zip(step.makes, step.bytes, strict=True))
     placed = {name for name in steps[at].makes if name in over} if steps else ()
-    kept = ((name, size) for name, size in made.items() if size and name in later and name not in placed)
+    kept = ((name, size) for name, size in sizes.items() if size and name in later and name not in placed)
     return tuple(sorted(kept, key=lambda item: -item[1]))
 
 
 def _overwritten(plan: FusionPlan, name: str) -> set[str]:
-    """The tensors that had the memory first that a call writes into."""
+    """Return the tensors that first had the memory into which a call writes."""
     op = plan.dag.op(name)
     operands = [op.args[i] for i in written(op.target) if i < len(op.args)]
     return {memory(plan.dag, operand.name) for operand in operands if isinstance(operand, Ref)}
 
 
 def _steps(plan: FusionPlan, hints: Hints | None) -> list[Step]:
-    """Everything that could run, in program order: a cluster where the last of its outputs stands."""
+    """Return all steps that could run, in program order: a cluster stands where the last of its outputs
+    does."""
     dag = plan.dag
     position = {name: i for i, name in enumerate(dag.order)}
-    made = {name: cluster for cluster in plan.clusters for name in cluster.outputs}
+    makers = {name: cluster for cluster in plan.clusters for name in cluster.outputs}
     last = {max(c.outputs, key=position.__getitem__): c for c in plan.clusters}
     steps: list[Step] = []
     for name in dag.order:
         op = dag.op(name)
         if name in last:
-            makes, reads, name = made[name].outputs, made[name].inputs, made[name].name
-        elif name in made or name in dag.inputs or is_view(op) or op.target is operator.getitem:
+            makes, reads, name = makers[name].outputs, makers[name].inputs, makers[name].name
+        elif name in makers or name in dag.inputs or is_view(op) or op.target is operator.getitem:
             continue
         else:
             makes, reads = tuple(_results(dag, name)), op.inputs
-        own = {n for n in makes if len(dag.op(n).outputs) == 1 and memory(dag, n) == n}
-        sizes = tuple(nbytes(dag.op(n).outputs, hints) if n in own else 0 for n in makes)
+        owners = {n for n in makes if len(dag.op(n).outputs) == 1 and memory(dag, n) == n}
+        sizes = tuple(nbytes(dag.op(n).outputs, hints) if n in owners else 0 for n in makes)
         reads = tuple(dict.fromkeys(root(dag, i) for i in reads))
         steps.append(Step(name, reads, makes, sizes, _beside(op, hints) if name in makes else 0))
     return steps
@@ -194,50 +196,51 @@ def _beside(op: Op, hints: Hints | None) -> int:
 
 
 def _results(dag: OpDag, name: str) -> list[str]:
-    """What a step returns: itself, or the parts that are taken out of it besides."""
-    found = [name]
-    for result in found:
-        found += [
+    """Return what a step returns: itself, and the parts that are taken out of it."""
+    names = [name]
+    for result in names:
+        names += [
             n
             for n in dag.consumers(result)
             if dag.op(n).target is operator.getitem and not is_view(dag.op(n))
         ]
-    return found
+    return names
 
 
 def _needed(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> list[Step]:
-    """Those that an output or a change needs."""
+    """Return the steps that an output or a change needs."""
     wanted = {root(plan.dag, name) for name in plan.dag.outputs}
     makers = {name: step for step in steps for name in step.makes}
     stack = [makers[n] for n in wanted if n in makers] + [c for c in steps if c.name in impure]
-    found: set[str] = set()
+    needed: set[str] = set()
     while stack:
         step = stack.pop()
-        if step.name not in found:
-            found.add(step.name)
+        if step.name not in needed:
+            needed.add(step.name)
             stack.extend(makers[n] for n in step.reads if n in makers)
-    return [step for step in steps if step.name in found]
+    return [step for step in steps if step.name in needed]
 
 
 class _Places:
-    """Which results may be written over which operands. spared: tensors that none is written over."""
+    """The object decides which results may be written over which operands. spared: tensors that must not be
+    written over."""
 
     def __init__(self, plan: FusionPlan, spared: frozenset[str]) -> None:
         self.dag, self.spared = plan.dag, spared
         self.clusters = {cluster.name: cluster for cluster in plan.clusters}
 
-    def may(self, step: Step, result: str, given: str) -> bool:
+    def may(self, step: Step, result: str, operand: str) -> bool:
         cluster = self.clusters.get(step.name)
-        if cluster is None or given in self.spared:
+        if cluster is None or operand in self.spared:
             return False
-        metas = [self.dag.op(name).outputs[0] for name in (result, given)]
-        alone = [name for name in cluster.inputs if memory(self.dag, name) == given] == [given]
+        metas = [self.dag.op(name).outputs[0] for name in (result, operand)]
+        alone = [name for name in cluster.inputs if memory(self.dag, name) == operand] == [operand]
         alike = metas[0].dtype == metas[1].dtype and metas[0].device == metas[1].device
-        return alone and alike and may_lie_over(cluster.nests, result, given)
+        return alone and alike and may_lie_over(cluster.nests, result, operand)
 
 
 class _Memory:
-    """Bytes in use while steps run one after the other."""
+    """The object counts the bytes in use while steps run one after the other."""
 
     def __init__(
         self,
@@ -257,11 +260,12 @@ class _Memory:
         self.over: dict[str, str] = {}  # results, and what they are written over
 
     def change(self, step: Step) -> int:
-        """Bytes in use after the step less those before it."""
+        """Return the bytes in use after the step less those before it."""
         return sum(step.bytes) - sum(self.freed(step))
 
     def freed(self, step: Step) -> Iterable[int]:
-        """What nobody reads after the step: its operands, and results that nobody reads at all."""
+        """Yield the bytes that nobody reads after the step: of its operands, and of results that nobody reads
+        at all."""
         for name in step.reads:
             if self.readers.get(name) == 1 and name not in self.returned:
                 yield self.size[name]
@@ -270,21 +274,21 @@ class _Memory:
                 yield self.size[name]
 
     def placed(self, step: Step) -> Mapping[str, str]:
-        """The results that the step writes over operands that nobody reads after it."""
-        found: dict[str, str] = {}
+        """Return the results that the step writes over operands that nobody reads after it."""
+        placed: dict[str, str] = {}
         if self.places is None:
-            return found
+            return placed
         dying = [n for n in step.reads if self.readers.get(n) == 1 and n not in self.returned]
         for result, size in zip(step.makes, step.bytes, strict=True):
-            for given in dying if size >= LEAST_PLACED else ():
-                if self.size[given] == size and self.places.may(step, result, given):
-                    found[result] = given
-                    dying.remove(given)
+            for operand in dying if size >= LEAST_PLACED else ():
+                if self.size[operand] == size and self.places.may(step, result, operand):
+                    placed[result] = operand
+                    dying.remove(operand)
                     break
-        return found
+        return placed
 
     def run(self, step: Step) -> int:
-        """Bytes in use during the step."""
+        """Run the step, and return the bytes in use during it."""
         placed = self.placed(step)
         during = self.used + sum(step.bytes) + step.beside - sum(map(self.size.__getitem__, placed))
         self.over |= placed
@@ -296,7 +300,7 @@ class _Memory:
 
 
 def _waits(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> list[set[int]]:
-    """For each step the numbers of those that have to run before it."""
+    """Return, for each step, the numbers of those that have to run before it."""
     makers = {name: i for i, step in enumerate(steps) for name in step.makes}
     waits = [{makers[name] for name in step.reads if name in makers} for step in steps]
     dag = plan.dag
@@ -329,8 +333,8 @@ def _order(
     late: bool,
     eager: bool,
 ) -> tuple[Step, ...]:
-    """Program order as far as operands allow; `late`: each in the place of what it is needed for first;
-    `eager`: before all what leaves no more memory in use."""
+    """Return the steps in program order as far as operands allow. late: each step in the place of the first
+    that needs it. eager: first all steps that leave no more memory in use."""
     memory = _Memory(steps, held, returned)
     followers: list[list[int]] = [[] for _ in steps]
     for i, before in enumerate(waits):

@@ -40,21 +40,22 @@ def stitch(
     *,
     view: Callable[..., torch.Tensor] = restrided,
     ranges: Callable[[], Mapping[str, str]] | None = None,
-    given: Mapping[int, Callable[..., Any]] | None = None,
+    hooks: Mapping[int, Callable[..., Any]] | None = None,
 ) -> fx.GraphModule:
-    """The graph of `plan.dag` with each cluster replaced by one call of its runner, in an order.
+    """Return the graph of `plan.dag` with each cluster replaced by one call of its runner, in an order.
 
     runners: cluster name -> callable(*inputs, *sizes, *salts) -> tuple of outputs, in the cluster's order.
     Sizes are the symbols that the cluster's shapes use, sorted by name.
     view: callable(tensor, shape, strides, elements further) -> another view of the tensor's memory.
     ranges: gives cluster or op name -> text of the range that a profiler shows for it.
-    given: position of a result -> callable(it) -> what is returned in its place, called as soon as the result
-        is made and the argument of that position (`argument_name`), which it may write, was last read.
+    hooks: position of a result -> callable(result) -> what is returned in its place. It is called as soon as
+        the result exists and the argument of that position (`argument_name`), which it may write, was last
+        read.
 
-    The module's `forward` takes its arguments as one list, which it empties. Where a runner has a
-    `link`, its function is called directly as soon as it is known.
+    The module's `forward` takes its arguments as one list, which it empties. If a runner has a `link`, its
+    function is called directly as soon as it is known.
     """
-    stitcher = _Stitcher(plan, runners, order, view, given or {})
+    stitcher = _Stitcher(plan, runners, order, view, hooks or {})
     module = stitcher.run(ranges)
     for runner in dict.fromkeys([*runners.values(), *stitcher.as_planned]):
         if isinstance(runner, Linked):
@@ -64,14 +65,14 @@ def stitch(
 
 @runtime_checkable
 class Linked(Protocol):
-    """A callable that hands out the function to call in its place, now or once it is known."""
+    """A linked callable hands out the function to call in its place, now or once it is known."""
 
     def link(self, replace: Callable[[Callable[..., Any]], None], /) -> None: ...
     def __call__(self, *arguments: Any) -> Any: ...
 
 
 def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Callable[..., Any]) -> None:
-    """Makes the generated code call `function` where it is written to call `runner`."""
+    """Make the generated code call `function` where it is written to call `runner`."""
     target = module()
     if target is None:
         return
@@ -82,11 +83,11 @@ def _relink(module: weakref.ref[fx.GraphModule], runner: object, function: Calla
 
 
 class AsPlanned:
-    """An ATen call whose results lie as the plan has them.
+    """An ATen call returns results in the strides that the plan has for them.
 
     Kernels and views go by the strides that PyTorch says beforehand, which are wrong for some (of transforms
-    along inner dimensions before PyTorch 2.13, of a user's own operators). So the first call looks: from then
-    on the operator is called directly, or what it makes is copied.
+    along inner dimensions before PyTorch 2.13, of a user's own operators). So the first call compares: from
+    then on the operator is called directly, or its results are copied.
     """
 
     def __init__(self, target: Any, strides: Sequence[tuple[int, ...] | None]) -> None:
@@ -98,14 +99,14 @@ class AsPlanned:
         self._replace = replace
 
     def __call__(self, *arguments: Any, **more: Any) -> Any:
-        made = self.target(*arguments, **more)
-        results = made if isinstance(made, tuple | list) else (made,)
+        output = self.target(*arguments, **more)
+        results = output if isinstance(output, tuple | list) else (output,)
         planned = [laid(r, s) for r, s in zip(results, self._strides, strict=True)]
         if all(a is b for a, b in zip(planned, results, strict=True)):
             if self._replace is not None:
                 self._replace(self.target)
-            return made
-        return type(made)(planned) if isinstance(made, tuple | list) else planned[0]
+            return output
+        return type(output)(planned) if isinstance(output, tuple | list) else planned[0]
 
 
 class _Stitcher:
@@ -115,11 +116,11 @@ class _Stitcher:
         runners: Mapping[str, Callable[..., Any]],
         order: Order,
         view: Callable[..., torch.Tensor],
-        given: Mapping[int, Callable[..., Any]],
+        hooks: Mapping[int, Callable[..., Any]],
     ) -> None:
         self.plan, self.runners, self.order, self.view_function = plan, runners, order, view
-        self.given = given
-        self.passed: dict[str, fx.Node] = {}  # results that were given, and what is returned for them
+        self.hooks = hooks
+        self.passed: dict[str, fx.Node] = {}  # results with hooks, and what is returned for them
         self.source = plan.dag.module
         self.nodes = {n.name: n for n in self.source.graph.nodes}
         self.graph = fx.Graph()
@@ -155,7 +156,8 @@ class _Stitcher:
         return fx.GraphModule(self.source, self.graph)
 
     def value(self, name: str) -> fx.Node:
-        """The node that holds a tensor; a chain of views becomes one, made where it is first read."""
+        """Return the node that holds a tensor. A chain of views becomes one, created where it is first
+        read."""
         if name in self.env:
             return self.env[name]
         node = self.nodes[name]
@@ -173,47 +175,48 @@ class _Stitcher:
         if place == _place(self.nodes[base], self.nodes[base]):
             return self.env[base]
         if (base, place) not in self.views:
-            made = self.graph.call_function(self.view_function, (self.env[base], *place))
-            made.meta = dict(node.meta)
-            self.views[base, place] = made
+            view = self.graph.call_function(self.view_function, (self.env[base], *place))
+            view.meta = dict(node.meta)
+            self.views[base, place] = view
         return self.views[base, place]
 
     def due(self) -> Mapping[int, list[tuple[str, Callable[..., Any]]]]:
-        """After which step which results are given: those whose memory nothing else of the graph returns."""
-        dag, found = self.plan.dag, dict[int, list[tuple[str, Callable[..., Any]]]]()
+        """Return {step: [(result, hook)]} of the hooks to call after each step. A result whose memory another
+        result of the graph shows has none."""
+        dag, due = self.plan.dag, dict[int, list[tuple[str, Callable[..., Any]]]]()
         last: dict[str, int] = {}
         for number, step in enumerate(self.order.steps):
             last |= dict.fromkeys([*step.makes, *step.reads], number)
         results: Any = self.source.graph.output_node().args[0]
         memories = Counter(memory(dag, node.name) for node in results if isinstance(node, fx.Node))
-        for position, give in self.given.items():
+        for position, give in self.hooks.items():
             node = results[position]
             if not isinstance(node, fx.Node):
                 continue
-            own = memory(dag, node.name)
-            if own in last and own not in dag.inputs and memories[own] == 1:
-                number = max(last[own], last.get(argument_name(position), 0))
-                found.setdefault(number, []).append((node.name, give))
-        return found
+            storage = memory(dag, node.name)
+            if storage in last and storage not in dag.inputs and memories[storage] == 1:
+                number = max(last[storage], last.get(argument_name(position), 0))
+                due.setdefault(number, []).append((node.name, give))
+        return due
 
     def returned(self) -> None:
-        """The output. What the program returns as separate tensors stays separate."""
+        """Write the output. What the program returns as separate tensors stays separate."""
         output = self.source.graph.output_node()
         seen: set[fx.Node] = set()
 
         def result(node: fx.Node) -> fx.Node:
             if node.name in self.passed:
                 return self.passed[node.name]
-            made = self.value(node.name)
+            value = self.value(node.name)
             base = root(self.plan.dag, node.name)
-            is_input = made is self.env[base] and base in self.plan.dag.inputs
-            if node.name != base and (made in seen or is_input):
+            is_input = value is self.env[base] and base in self.plan.dag.inputs
+            if node.name != base and (value in seen or is_input):
                 place = _place(node, self.nodes[base])
                 if place is not None:
-                    made = self.graph.call_function(self.view_function, (self.env[base], *place))
-                    made.meta = dict(node.meta)
-            seen.add(made)
-            return made
+                    value = self.graph.call_function(self.view_function, (self.env[base], *place))
+                    value.meta = dict(node.meta)
+            seen.add(value)
+            return value
 
         # Own results first: a view that is equal to one must not take its place.
         order = sorted(output.all_input_nodes, key=lambda n: n.name != root(self.plan.dag, n.name))
@@ -228,7 +231,8 @@ class _Stitcher:
         self.units[step.name] = self.env[step.name]
 
     def look(self, call: fx.Node) -> None:
-        """Has the results of an operator compared with what is known of them, but for products."""
+        """Compare the results of an operator with the plan's strides when it first runs, unless it is a
+        product."""
         value = call.meta.get("val")
         strides = [strides_of(v) for v in (value if isinstance(value, tuple | list) else (value,))]
         is_looked_at = isinstance(call.target, OpOverload) or call.target in depthwise.CALLS.values()
@@ -246,7 +250,7 @@ class _Stitcher:
             self.symbols.setdefault(value.node.expr, new)
 
     def lowered(self, node: fx.Node) -> fx.Node | None:
-        """The call of a higher-order operator by Inductor's kernel, where that has one."""
+        """Return the call of a higher-order operator by Inductor's kernel, or None if it has none."""
         if node.target not in LOWERED or node.all_input_nodes[0].meta["val"].device.type == "cpu":
             return None
         compiled, operands = lowered(node, self.source)
@@ -267,7 +271,7 @@ class _Stitcher:
             self.env[name] = item
 
     def size(self, symbol: sympy.Symbol) -> fx.Node:
-        """The node that holds a symbol: a placeholder, or a dimension of a tensor that has it."""
+        """Return the node that holds a symbol: a placeholder, or a dimension of a tensor that has it."""
         if symbol not in self.symbols:
             for name in self.plan.dag.inputs:
                 meta = self.plan.dag.op(name).outputs
@@ -284,35 +288,35 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _place(node: fx.Node, base: fx.Node) -> Place | None:
-    """Shape, strides and offset by which a view reads the memory of `base`; None if not constant."""
-    here, there = node.meta.get("val"), base.meta.get("val")
-    if not isinstance(here, torch.Tensor) or not isinstance(there, torch.Tensor):
+    """Return shape, strides and offset by which a view reads the memory of `base`; None if not constant."""
+    view, source = node.meta.get("val"), base.meta.get("val")
+    if not isinstance(view, torch.Tensor) or not isinstance(source, torch.Tensor):
         return None
-    if here.layout is not torch.strided or here.untyped_storage()._cdata != there.untyped_storage()._cdata:
+    if view.layout is not torch.strided or view.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return None
-    offset = here.storage_offset() - there.storage_offset()
-    numbers = (*here.shape, *here.stride(), offset, *there.shape, *there.stride())
-    if here.dtype != there.dtype or not all(isinstance(n, int) for n in numbers):
+    offset = view.storage_offset() - source.storage_offset()
+    numbers = (*view.shape, *view.stride(), offset, *source.shape, *source.stride())
+    if view.dtype != source.dtype or not all(isinstance(n, int) for n in numbers):
         return None
-    return tuple(here.shape), here.stride(), int(offset)
+    return tuple(view.shape), view.stride(), int(offset)
 
 
 def symbols_of(cluster: Cluster, dag: OpDag) -> tuple[sympy.Symbol, ...]:
-    """The sizes that a cluster's kernel takes as arguments, sorted by name."""
+    """Return the sizes that a cluster's kernel takes as arguments, sorted by name."""
     metas = [dag.op(name).outputs[0] for name in (*cluster.inputs, *cluster.outputs)]
     return loops.symbols_of(cluster.nests, [(*meta.shape, *meta.stride) for meta in metas])
 
 
 def subgraph(cluster: Cluster, dag: OpDag) -> fx.GraphModule:
-    """The cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides.
+    """Return the cluster as an fx module: callable(*inputs, *sizes, *salts) -> outputs in the plan's strides.
 
-    A function of what the cluster's kernel gets and of nothing else. Where the ops reach a tensor of which
-    the kernel reads no element (`zeros_like(x)` asks for x's shape alone), or memory that nothing was written
-    to, zeros of its shape and strides stand there: as values they are valid, as indices in range.
+    It is a function of the arguments of the cluster's kernel alone. If the ops reach a tensor of which the
+    kernel reads no element (`zeros_like(x)` asks for x's shape alone), or memory that nothing was written to,
+    zeros of its shape and strides stand there: as values they are valid, as indices in range.
 
     On a CPU a sum of float32 values, and whatever element-wise operators make of it, is float64 until it is
-    stored. PyTorch's own norms and variances are computed so there; of the operators that they were taken
-    apart into each would round, and a mean that is rounded to float32 spoils the variance of large numbers.
+    stored. PyTorch computes its own norms and variances so there. The operators into which they were taken
+    apart would round one by one, and a mean that is rounded to float32 spoils the variance of large numbers.
     """
     return fx.GraphModule(dag.module, _Subgraph(cluster, dag).graph)
 
@@ -350,24 +354,24 @@ class _Subgraph:
         return self.env[wanted]
 
     def computes(self, node: fx.Node) -> bool:
-        """Whether a value that is no input comes from ops of the cluster, and they say what it is."""
+        """True if a value that is no input comes from ops of the cluster, and they determine it."""
         if node.name in self.inside:
             return "::empty" not in node.target._schema.name  # type: ignore[union-attr]
         return is_view(self.dag.op(node.name))
 
     def operand(self, key: Key, node: fx.Node) -> Key:
-        """The form in which an op reads an operand: what is added up is not rounded, pinned or not."""
-        made = node.op == "call_function" and node.name not in self.inputs and self.computes(node)
-        two_forms = made and self.dag.op(node.name).pinned and self.sums(node.name) is None
+        """Return the form in which an op reads an operand: what is added up is not rounded, pinned or not."""
+        computed = node.op == "call_function" and node.name not in self.inputs and self.computes(node)
+        two_forms = computed and self.dag.op(node.name).pinned and self.sums(node.name) is None
         return node.name, two_forms and self.reads_wide(key)
 
     def sums(self, name: str) -> bool | None:
-        """Whether an op is a sum; None where it is no reduction."""
+        """True if an op is a sum; None if it is no reduction."""
         spec = spec_of(self.dag.op(name).target)
         return spec.combine == "sum" if spec is not None and spec.kind is Kind.REDUCTION else None
 
     def reads_wide(self, key: Key) -> bool:
-        """Whether an op takes operands that are float64 in the place of float32."""
+        """True if an op takes operands that are float64 in the place of float32."""
         name, exact = key
         op, spec = self.dag.op(name), spec_of(self.dag.op(name).target)
         if self.sums(name) is not None:
@@ -395,11 +399,11 @@ class _Subgraph:
         return copy
 
     def narrow(self, value: fx.Node, of: fx.Node | None = None) -> fx.Node:
-        """A value in the dtype that it has in the graph."""
+        """Return a value in the dtype that it has in the graph."""
         return self.converted(value, torch.float32) if value in self.wide else value
 
     def widened(self, value: fx.Node, of: fx.Node) -> fx.Node:
-        """A value, which is that of a node of the graph, as an operand beside one that is float64."""
+        """Return the value of a node of the graph as an operand beside a float64 one."""
         metas = self.dag.op(of.name).outputs
         single = bool(metas) and metas[0].dtype is torch.float32
         return self.converted(value, torch.float64) if single and value not in self.wide else value
@@ -421,8 +425,8 @@ class _Subgraph:
         return self.graph.call_function(_Size(expr, order), tuple(map(self.symbol, order)))
 
     def symbol(self, symbol: Any) -> Any:
-        """The argument for a size. No result depends on one that is no argument: it is what it was when the
-        graph was captured, so that whatever the program asked of it holds."""
+        """Return the argument for a size. No result depends on a size that is no argument: it keeps its value
+        from when the graph was captured, so that whatever the program asked of it holds."""
         return self.symbols[symbol] if symbol in self.symbols else hint(symbol, self.captured)
 
     @functools.cached_property
@@ -431,8 +435,8 @@ class _Subgraph:
 
 
 def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> torch.Tensor:
-    """ATen's gather. For an index outside it raises an error that is an IndexError as well, which operators
-    raise that are decomposed into a gather."""
+    """Gather as ATen does. For an index outside it raises an error that is an IndexError as well, as
+    operators do that are decomposed into a gather."""
     try:
         return torch.ops.aten.gather.default(x, dim, index, sparse_grad=sparse_grad)
     except RuntimeError as error:
@@ -452,8 +456,8 @@ def _zeros(
 
 
 class _Size:
-    """A size as a function of symbols; an object of its own, since a graph's text cannot hold an argument
-    that is a function."""
+    """A size is a function of symbols. It is an object, since a graph's text cannot hold an argument that is
+    a function."""
 
     __name__ = __qualname__ = "size"
 

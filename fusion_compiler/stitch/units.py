@@ -1,4 +1,4 @@
-"""What runs as one of a plan: its clusters and the ops that stay calls, and their names in profilers."""
+"""List what runs as one in a plan: its clusters and the ops that stay calls, and their names in profilers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusion_compiler.stitch.order import ordered
 
 @dataclass(frozen=True)
 class Unit:
-    """One launch or call of a graph.
+    """A unit is one launch or call of a graph.
 
     sort: "cluster", "library" (a contraction) or "eager". ops: in order; the last makes its result.
     source: the user's line behind most of it. modules: the user's modules behind it, layer numbers as *.
@@ -33,13 +33,13 @@ class Unit:
 
     @property
     def range(self) -> str:
-        """The text of its range: "graph0.forward/add_layer_norm [norm1:60]"."""
+        """Return the text of its range: "graph0.forward/add_layer_norm [norm1:60]"."""
         here = at(self.source)
         return f"{self.graph}/{self.name} [{here}]" if here else f"{self.graph}/{self.name}"
 
 
 def at(source: Source | None) -> str:
-    """ "norm1:60", the module and the line of a source; for the outermost module the file's name."""
+    """Return "norm1:60", the module and the line of a source; for the outermost module, the file's name."""
     if source is None:
         return ""
     where = source.module or Path(source.file).stem
@@ -47,10 +47,10 @@ def at(source: Source | None) -> str:
 
 
 def units_of(plan: FusionPlan) -> dict[str, Unit]:
-    """Every unit of a plan that runs, by name, in the order in which they run."""
+    """Return every unit of a plan that runs, by name, in the order in which they run."""
     dag = plan.dag
     clusters = {cluster.name: cluster for cluster in plan.clusters}
-    found: dict[str, Unit] = {}
+    units: dict[str, Unit] = {}
     for step in ordered(plan).steps:
         name = step.name
         if name in clusters:
@@ -62,21 +62,21 @@ def units_of(plan: FusionPlan) -> dict[str, Unit]:
             ops = (name,)
             same = (str(op.target), *(dag.op(i).outputs for i in op.inputs), op.outputs)
         modules = tuple(modules_of(dag, ops))
-        found[name] = Unit(plan.name, name, sort, ops, _source(dag, ops), modules, same)
-    return found
+        units[name] = Unit(plan.name, name, sort, ops, _source(dag, ops), modules, same)
+    return units
 
 
 def ranges_of(plan: FusionPlan) -> Mapping[str, str]:
-    """Unit -> the text of its range."""
+    """Return {unit: text of its range}."""
     return {name: unit.range for name, unit in units_of(plan).items()}
 
 
 def _source(dag: OpDag, ops: Sequence[str]) -> Source | None:
-    """The line of the user's that most of the ops come from, of several the last: a norm's, where its cluster
-    begins with a residual and ends with a bias gradient."""
-    known = [source for name in ops if (source := dag.op(name).source) is not None]
-    counts = Counter(source for source in known if source.line)
+    """Return the user's line from which most of the ops come, or the last of several such lines: a norm's, if
+    its cluster begins with a residual and ends with a bias gradient."""
+    sources = [source for name in ops if (source := dag.op(name).source) is not None]
+    counts = Counter(source for source in sources if source.line)
     if not counts:
-        return known[-1] if known else None
+        return sources[-1] if sources else None
     most = max(counts.values())
-    return next(source for source in reversed(known) if counts[source] == most)
+    return next(source for source in reversed(sources) if counts[source] == most)

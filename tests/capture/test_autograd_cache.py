@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -242,6 +243,19 @@ def test_what_decides_is_part_of_the_key(change: str, monkeypatch: pytest.Monkey
     other = compiled(model, **options)
     torch.testing.assert_close(other(x), model(x))
     assert captured(other) == {"anew"} and len(entries()) == 2
+
+
+def test_the_digest_of_the_source_covers_the_measured_schedules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Path(autograd_cache.__file__).parent.parent
+    table = shutil.copytree(package / "schedule", tmp_path / "schedule") / "measured.csv"
+    monkeypatch.setattr(autograd_cache, "__file__", str(tmp_path / "capture" / "autograd_cache.py"))
+    digest = autograd_cache.source_digest.__wrapped__
+    before = digest()
+    assert digest() == before
+    table.write_text(table.read_text().replace("64 64 8", "64 64 4", 1))
+    assert digest() != before
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "replace"])
