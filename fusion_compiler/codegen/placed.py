@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -334,8 +334,13 @@ class Emitter:
                 terms = {k: c for k, c in terms.items() if k not in members} | {axis: step}
         return Index(index.const, tuple(sorted(terms.items())))
 
-    def sum_of(self, parts: Iterable[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
+    def sum_of(self, parts: Sequence[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
         """Return a sum of tiles times numbers; what has fewer dimensions comes first."""
+        numbers = {tile.value: tile.value.value for tile, _ in parts if isinstance(tile.value, Literal)}
+        for tile, step in parts:
+            value = numbers.get(tile.value)
+            const = const + value * step if isinstance(value, int) else const
+        parts = [part for part in parts if not isinstance(numbers.get(part[0].value), int)]
         ordered = sorted(parts, key=lambda part: (part[0].is_block, len(part[0].lanes)))
         terms = [times(tile.value) if c == 1 else times(tile.value, c) for tile, c in ordered]
         if isinstance(const, int):
@@ -1081,10 +1086,10 @@ class Emitter:
         sizes = tuple(self.loops.axes[k].size for k in of.axes)
         index = self.index(Index(0, tuple(zip(of.axes, strides_of(sizes), strict=True))))
         steps = strides_of(tuple(leaf.extent for leaf in of.leaves))
-        parts = zip(map(self.element, of.leaves), steps, strict=True)
-        program = self.sum_of(parts)
-        width = of.buffer.stride[0]
-        place = self.joined(plus(program if width == 1 else program * lift(width), index.value), index)
+        parts = list(zip(map(self.element, of.leaves), steps, strict=True))
+        program, width = self.sum_of(parts), of.buffer.stride[0]
+        rest = None if index.value == Literal(0) else index.value
+        place = self.joined(plus(program if width == 1 else program * lift(width), rest), index)
         conditions = self.by_one(Index(0, tuple((k, 1) for k in of.axes)))
         self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), conditions, number)
 
