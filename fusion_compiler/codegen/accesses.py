@@ -4,7 +4,6 @@ window                          accesses
 windows/interleaved.py          every other element and its right neighbour, moved together
 windows/block.py                one element for all lanes of a block, or one row for all its rows
 windows/runs.py                 one element for each of several runs of lanes
-windows/misaligned.py           whole words of rows that begin at any address
 here                            any address for each lane
 """
 
@@ -17,7 +16,7 @@ import torch
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.codegen.windows import block, interleaved, misaligned, runs
+from fusion_compiler.codegen.windows import block, interleaved, runs
 from fusion_compiler.ir.loops import COLS, ROWS, InRange, Load, Node, Store, right_neighbours
 from fusion_compiler.ir.syntax import Expression, plus, tl
 
@@ -43,10 +42,6 @@ def load(b: Builder, number: int, dtype: torch.dtype) -> Expression:
     if missing := b.within_groups(node.within) - varies:  # addresses need the shape of the mask
         pointer += tl.zeros(b.shape(varies | missing), torch.int32)
     mask = b.mask(varies, node.within)
-    if misaligned.needs_shift(b, node):
-        return misaligned.load_shifted(b, node)
-    if misaligned.moves_words(b, node.index, node.within):
-        return as_dtype(b, node, misaligned.load(b, node), dtype)
     return as_dtype(b, node, b.loaded(node, pointer, mask), dtype)
 
 
@@ -78,9 +73,6 @@ def store_all(b: Builder, stores: Sequence[Store]) -> None:
 
 def store_one(b: Builder, store: Store) -> None:
     value = b.variable(store.value)
-    if misaligned.moves_words(b, store.index, store.within):
-        misaligned.store(b, store.buffer, store.index, value, store.value)
-        return
     groups = b.index_groups(store.index)
     mask = b.by_one(groups, b.mask(groups, store.within))
     target = b.address(store.buffer, store.index)

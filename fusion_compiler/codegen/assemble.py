@@ -539,7 +539,7 @@ def rewritten(
     b: Builder, last: Callable[[list[Statement]], list[Statement]] = list
 ) -> list[Statement]:
     """Return a tile program after all rewrites. last: the rewrite that follows the others."""
-    in_pairs = b.s.misaligned or right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
+    in_pairs = right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
     if not b.s.in_passes and not in_pairs:
         stored_early(b.body, roundings(b.loops))
     joined(b.body)

@@ -17,7 +17,6 @@ import torch
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.names import own
 from fusion_compiler.codegen.tile import For, If, Range
-from fusion_compiler.codegen.windows import misaligned
 from fusion_compiler.ir.dims import Dim, product, quotient
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.ir.syntax import Expression, Literal, lift, plus, tl
@@ -37,8 +36,6 @@ def place_cols(b: Builder, program: Expression, share: Dim) -> tuple[Expression,
         return _place_part(b, number, share)
     if b.s.cols is Cols.GRID:
         return _place_block(b, number, share)
-    if b.s.misaligned:
-        misaligned.lead_at(b, number)
     if b.s.cols is Cols.WHOLE:
         cols_at(b, None)
     return number, (share,)
@@ -49,8 +46,6 @@ def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression
     shared = b.define("row" if b.tile.flat and b.s.programs is None else "group", program // b.s.splits)
     part = b.define("part", program % b.s.splits)
     first_col = b.define("first_col", part * part_cols(b.a, b.s))
-    if b.s.misaligned:
-        misaligned.lead_at(b, shared)
     if b.s.cols is Cols.WHOLE:
         cols_at(b, first_col)
     return shared, (product((share, b.s.splits)),)
@@ -58,7 +53,7 @@ def _place_part(b: Builder, program: Expression, share: Dim) -> tuple[Expression
 
 def _place_block(b: Builder, program: Expression, share: Dim) -> tuple[Expression, tuple[Dim, ...]]:
     """Lay the grid over blocks of columns and blocks of rows."""
-    blocks = ceil_div(b.a.size(COLS) + max(b.s.word - 1, 0), b.s.block_cols)
+    blocks = ceil_div(b.a.size(COLS), b.s.block_cols)
     if share == 1:
         cols_at(b, b.define("first_col", program * b.s.block_cols))
         return program, (blocks,)
@@ -67,8 +62,6 @@ def _place_block(b: Builder, program: Expression, share: Dim) -> tuple[Expressio
     else:
         first_col = b.define("first_col", program % blocks * b.s.block_cols)
         program = program // blocks
-    if b.s.misaligned:
-        misaligned.lead_at(b, program)
     cols_at(b, first_col)
     return program, (product((blocks, share)),)
 
@@ -80,8 +73,6 @@ def rows_at(b: Builder, start: Expression) -> None:
             b.define("row", start)
     else:
         _rows_from(b, start)
-    if b.s.misaligned:
-        misaligned.row_begins(b)
 
 
 def _rows_from(b: Builder, start: Expression) -> None:
@@ -103,9 +94,6 @@ def cols_at(b: Builder, start: Expression | None, inside: bool = False) -> None:
     """
     b.tile = replace(b.tile, start=start)
     lanes = b.lanes(b.tile.lanes)
-    if b.s.misaligned:
-        misaligned.cols_at(b, start, lanes, inside)
-        return
     col = b.define("col", plus(start, lanes))
     size = b.a.size(COLS)
     covered = b.tile.lanes * (b.s.splits if b.s.cols is Cols.WHOLE else 1)
@@ -116,7 +104,7 @@ def cols_at(b: Builder, start: Expression | None, inside: bool = False) -> None:
 def row_loop(b: Builder, program: Expression, programs: int) -> For:
     """Return the loop over blocks of rows that programs take in turn."""
     step = programs * b.s.block_rows
-    is_first_row = program == FIRST or b.s.block_rows == 1 or b.s.misaligned  # of the program's first block
+    is_first_row = program == FIRST or b.s.block_rows == 1  # of the program's first block
     start = program if is_first_row else program * b.s.block_rows
     return b.loop("first_row", start, b.a.size(ROWS), step)
 
@@ -131,17 +119,6 @@ def col_loop(b: Builder, inner: Dim) -> For:
     if quotient(size, product((part, b.s.splits))) is None:
         last = tl.minimum(last, inner)
     return b.loop("start", first, last, lanes)
-
-
-def start_of_turn(b: Builder) -> Expression:
-    """Return the first column of an iteration of `col_loop`; reverse scans start with the last block."""
-    start = own("start")
-    if True not in b.a.directions:
-        return start
-    lanes, size = b.s.block_cols, b.a.size(COLS)
-    if isinstance(size, int):
-        return lift(max(0, size - 1) // lanes * lanes) - start
-    return lift(product((ceil_div(size, lanes), lanes)) - lanes) - start
 
 
 def col_end(b: Builder, inner: Dim, lanes: int) -> For | If:

@@ -104,7 +104,6 @@ class Builder:
         self.wide = analysis.furthest < 0 or analysis.furthest + beyond >= 2**31
         self.body: list[Statement] = []
         self.env: dict[int, Variable] = {}  # node -> variable
-        self.carried: dict[int, Variable] = {}  # scan -> its value after the blocks of a loop so far
         self.kept: dict[int, Variable] = {}  # load -> its tile in the dtype of the buffer
         self.named: dict[tuple[str, int], Variable] = {}  # (kind, number) -> what a block defines once
         self.tile = Tile(schedule.block_rows == 1, schedule.block_cols)
@@ -115,7 +114,6 @@ class Builder:
         self.packs: dict[tuple[int, ...], Packed] = {}  # pieces -> their tile
         self.packed_sums: dict[int, tuple[int, ...]] = {}  # sum along the row -> its pieces
         self.ahead: frozenset[int] = frozenset()  # results of the function of `codegen/ahead.py`
-        self.true = frozenset[int]()  # conditions that hold in the open block
         self.likeness: dict[tuple[int, ...], bool] = {}
 
     # -- statements --------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ class Builder:
         lanes: the number of columns of its tiles, if it is not the schedule's.
         """
         before, env, named, tile = self.body, dict(self.env), dict(self.named), self.tile
-        packs, true = dict(self.packs), self.true
+        packs = dict(self.packs)
         if block is not None:
             self.add(block)
             self.body = block.body
@@ -160,7 +158,6 @@ class Builder:
             self.tile = replace(tile, lanes=lanes)
         yield
         self.body, self.env, self.named, self.tile, self.packs = before, env, named, tile, packs
-        self.true = true
 
     @contextmanager
     def one_row(self) -> Generator[None]:
@@ -182,8 +179,6 @@ class Builder:
     def variable(self, number: int) -> Variable:
         """Return the variable of a node that is built; a constant is built now."""
         node = self.loops.nodes[number]
-        if number not in self.env and number in self.true:  # masks leave it out, other nodes read it
-            node = Constant(True, torch.bool)
         if number not in self.env and isinstance(node, Constant):
             self.env[number] = self.let("constant", self.full(node.value, node.dtype), number)
         return self.env[number]
@@ -194,7 +189,7 @@ class Builder:
         stack = list(numbers)
         while stack:
             number = stack.pop()
-            if number not in needed and number not in self.env and number not in self.true:
+            if number not in needed and number not in self.env:
                 needed.add(number)
                 stack.extend(self.operands(number))
         return sorted(needed)
@@ -212,7 +207,7 @@ class Builder:
             return (contraction.matrix, *contraction.vectors)
         if (floats := floats_of(self.loops, number)) is not None:
             return floats.operands()
-        return self.a.invariants.get(number) or operands_of(self.loops.nodes[number])
+        return operands_of(self.loops.nodes[number])
 
     def reduction(self, number: int) -> Reduce:
         reduce = self.loops.nodes[number]
@@ -276,7 +271,7 @@ class Builder:
         """Return the mask of the lanes of an access that exist, or None if all do."""
         masks = ((ROWS, self.tile.row_mask), (COLS, self.tile.col_mask))
         parts: list[Expression | None] = [mask for group, mask in masks if group in groups]
-        if within is not None and within not in self.true:
+        if within is not None:
             parts.append(self.variable(within))
         return every(*parts)
 

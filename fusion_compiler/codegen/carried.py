@@ -17,17 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.moments import is_exact, scale_of
+from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.ir.loops import COLS
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
 from fusion_compiler.schedule.schedule import WORD
-
-if TYPE_CHECKING:
-    from fusion_compiler.codegen.rows import RowEmitter
 
 # Least iterations of a block for a state per lane, which costs as much as one element per lane.
 LEAST_TURNS = 4
@@ -43,34 +40,34 @@ class Plain:
     def numbers(self) -> tuple[int, ...]:
         return (self.number,)
 
-    def start(self, e: RowEmitter) -> tuple[Var, ...]:
+    def start(self, e: RowTiles) -> tuple[Var, ...]:
         return (e.variable_of(e.started(self.number)),)
 
-    def step(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def step(self, e: RowTiles, state: Sequence[Var]) -> None:
         e.add(monoids.step(e.reduction(self.number), state[0], e.elements_of(self.number)))
 
-    def fold(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def fold(self, e: RowTiles, state: Sequence[Var]) -> None:
         combined = Combine(e.reduction(self.number), (state[0],), e.last, e.keeps, join_key=self._key(e))
         e.add(Assign((state[0],), combined))
 
-    def end(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def end(self, e: RowTiles, state: Sequence[Var]) -> None:
         reduce = e.reduction(self.number)
         folded = monoids.fold(reduce, e.elements_of(self.number), e.last, e.keeps)
         e.add(monoids.step(reduce, state[0], folded))
 
-    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+    def single(self, e: RowTiles) -> tuple[Var, ...]:
         reduce = e.reduction(self.number)
         combined = Combine(reduce, (e.elements_of(self.number),), e.last, e.keeps, join_key=self._key(e))
         return (e.state(f"row_{reduce.combine}", combined),)
 
-    def merge(self, e: RowEmitter, state: Sequence[Var], parts: Sequence[Expression]) -> None:
+    def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None:
         combined = Combine(e.reduction(self.number), (parts[0],), 0, False, join_key=self._key(e))
         e.add(Assign((state[0],), combined))
 
-    def results(self, e: RowEmitter, state: Sequence[Var]) -> Mapping[int, Expression]:
+    def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]:
         return {self.number: state[0]}
 
-    def _key(self, e: RowEmitter) -> object:
+    def _key(self, e: RowTiles) -> object:
         """Return the key of sums that may be folded together (`passes.joined`)."""
         if not e.a.is_sum(self.number):
             return None
@@ -93,7 +90,7 @@ class Softmax:
     def numbers(self) -> tuple[int, ...]:
         return (self.peak, self.total)
 
-    def start(self, e: RowEmitter) -> tuple[Var, ...]:
+    def start(self, e: RowTiles) -> tuple[Var, ...]:
         lanes = self._lanes(e)
         shape = [lanes] if lanes else e.shape_of_rows(e.reduction(self.peak).operand)
         nodes = (e.reduction(self.peak), e.reduction(self.total))
@@ -101,7 +98,7 @@ class Softmax:
             e.state(f"row_{n.combine}", tl.full(shape, monoids.neutral(n), n.dtype)) for n in nodes
         )
 
-    def step(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def step(self, e: RowTiles, state: Sequence[Var]) -> None:
         if not (lanes := self._lanes(e)):
             self.end(e, state)
             return
@@ -113,16 +110,16 @@ class Softmax:
         e.add(Assign((total,), total * tl.exp(top - shift) + added))
         e.add(Assign((top,), new_max))
 
-    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+    def single(self, e: RowTiles) -> tuple[Var, ...]:
         x = e.elements_of(self.peak)
         top = e.state("row_max", e.along(tl.max, x))
         return top, e.state("row_sum", e.along(tl.sum, tl.exp(x - _shift(e, top))))
 
-    def fold(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def fold(self, e: RowTiles, state: Sequence[Var]) -> None:
         if self._lanes(e):
             self.merge(e, state, (e.state("tops", state[0]), state[1]))
 
-    def end(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def end(self, e: RowTiles, state: Sequence[Var]) -> None:
         top, total = state
         x = e.elements_of(self.peak)
         new_max = e.let("new_max", tl.maximum(top, e.along(tl.max, x)))
@@ -130,19 +127,19 @@ class Softmax:
         e.add(Assign((total,), total * tl.exp(top - shift) + e.along(tl.sum, tl.exp(x - shift))))
         e.add(Assign((top,), new_max))
 
-    def merge(self, e: RowEmitter, state: Sequence[Var], parts: Sequence[Expression]) -> None:
+    def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None:
         """Assign the state of all parts, each of which has the elements of one program or lane."""
         top, total = state
         tops, totals = parts
         e.add(Assign((top,), e.along(tl.max, tops)))
         e.add(Assign((total,), e.along(tl.sum, totals * tl.exp(tops - _shift(e, top)))))
 
-    def results(self, e: RowEmitter, state: Sequence[Var]) -> Mapping[int, Expression]:
+    def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]:
         top, total = state
         e.add(Assign((total,), tl.where(top.eq(MINUS_INFINITY), math.nan, total)))
         return {self.peak: top, self.total: total}
 
-    def _lanes(self, e: RowEmitter) -> int:
+    def _lanes(self, e: RowTiles) -> int:
         """Return how many columns a program's threads access at once; 0 if lanes have no states of their
         own."""
         columns = WORD * 32 * e.placement.num_warps
@@ -150,7 +147,7 @@ class Softmax:
         return columns if is_read_once else 0
 
 
-def _shift(e: RowEmitter, top: Expression) -> Expression:
+def _shift(e: RowTiles, top: Expression) -> Expression:
     """Return the value subtracted from a row's elements: its maximum, or 0 if all elements are -inf."""
     return e.state("shift", tl.where(top.eq(MINUS_INFINITY), 0.0, top))
 
@@ -167,19 +164,19 @@ class Moments:
     def numbers(self) -> tuple[int, ...]:
         return (self.total, self.squares)
 
-    def start(self, e: RowEmitter) -> tuple[Var, ...]:
+    def start(self, e: RowTiles) -> tuple[Var, ...]:
         shape = e.shape_of_rows(e.reduction(self.total).operand)
         zero = tl.full(shape, 0.0, e.reduction(self.squares).dtype)
         return e.state("mean", zero), e.state("squares", zero)
 
-    def step(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def step(self, e: RowTiles, state: Sequence[Var]) -> None:
         block, count = self._block(e), e.count()
         e.add(Assign(tuple(state), fm.merge_moments(*state, e.seen(), *block, count)))
 
-    def single(self, e: RowEmitter) -> tuple[Var, ...]:
+    def single(self, e: RowTiles) -> tuple[Var, ...]:
         return self._block(e)
 
-    def merge(self, e: RowEmitter, state: Sequence[Var], parts: Sequence[Expression]) -> None:
+    def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None:
         """Assign the moments of all parts. Means differ by less than their magnitude, which rounds less."""
         means, others = parts
         counts = e.state("counts", e.counts_of_parts())
@@ -190,7 +187,7 @@ class Moments:
         e.add(Assign((state[0],), top + move))
         e.add(Assign((state[1],), e.along(tl.sum, squares)))
 
-    def _block(self, e: RowEmitter) -> tuple[Var, Var]:
+    def _block(self, e: RowTiles) -> tuple[Var, Var]:
         """Return the mean of a block's elements, and the sum of squares around it."""
         x, scale, mask = e.elements_of(self.total), scale_of(e.lanes[-1].lanes), e.column_mask()
         scaled = e.along(tl.sum, x * scale)
@@ -203,20 +200,20 @@ class Moments:
         e.add(Assign((mean, squares), fm.corrected(mean, squares, left, e.count())))
         return mean, squares
 
-    def fold(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def fold(self, e: RowTiles, state: Sequence[Var]) -> None:
         """The state already is one value per row."""
 
-    def end(self, e: RowEmitter, state: Sequence[Var]) -> None:
+    def end(self, e: RowTiles, state: Sequence[Var]) -> None:
         self.step(e, state)
 
-    def results(self, e: RowEmitter, state: Sequence[Var]) -> Mapping[int, Expression]:
+    def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]:
         return {self.mean: state[0], self.squares: state[1]}
 
 
 State = Plain | Softmax | Moments
 
 
-def states_of(e: RowEmitter, reductions: Sequence[int]) -> list[State]:
+def states_of(e: RowTiles, reductions: Sequence[int]) -> list[State]:
     """Return the states of one pass over the columns, in the order of the reductions."""
     of_two: dict[int, State] = {total: Softmax(peak, total) for total, peak in e.a.online.items()}
     of_two |= {squares: Moments(total, mean, squares) for squares, (total, mean) in e.a.moments.items()}

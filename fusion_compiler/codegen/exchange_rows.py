@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from fusion_compiler.codegen.carried import State
 from fusion_compiler.codegen.exchange import mailbox, messages_of
 from fusion_compiler.codegen.monoids import is_logical, neutral
+from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Boxes, For, Range, Signal, Wait
 from fusion_compiler.ir.loops import ROWS, axes_in
 from fusion_compiler.ir.syntax import Expression, Name, Var, fm, lift, plus, tl
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
 
-if TYPE_CHECKING:
-    from fusion_compiler.codegen.rows import RowEmitter
-
 
 def exchange(
-    e: RowEmitter, shared: Leaf, states: Sequence[State], values: Sequence[tuple[Var, ...]]
+    e: RowTiles, shared: Leaf, states: Sequence[State], values: Sequence[tuple[Var, ...]]
 ) -> None:
     """Let each program of a block of rows send its states to the others, wait for theirs, and merge all."""
     assert isinstance(shared.extent, int)
@@ -49,7 +46,7 @@ def exchange(
         state.merge(e, variables, [theirs[n] for n in state.numbers])
 
 
-def _rows(e: RowEmitter, splits: int) -> tuple[Expression, tuple[Expression, ...]]:
+def _rows(e: RowTiles, splits: int) -> tuple[Expression, tuple[Expression, ...]]:
     """Return the first row of the block, and `Boxes.rows`, which is empty for a block of one row."""
     axes = axes_in(e.loops.axes, (ROWS,))
     leaves = e.leaves[e.fused.get(max(axes), max(axes))] if axes else []
@@ -65,7 +62,7 @@ def _rows(e: RowEmitter, splits: int) -> tuple[Expression, tuple[Expression, ...
 
 
 def _merge_rows(
-    e: RowEmitter,
+    e: RowTiles,
     pairs: Sequence[tuple[State, tuple[Var, ...]]],
     theirs: Mapping[int, Var],
     received: Sequence[Wait],

@@ -20,9 +20,8 @@ from fusion_compiler.codegen import math as fm
 Own = Literal[
     "batch", "row", "first_row", "row_inside", "col", "first_col", "col_inside", "start", "r", "program",
     "group", "part", "parts", "block",
-    "lead", "begin", "lane", "in_words", "whole_words",
     "x", "new_max", "shift", "tops", "off", "counts", "block_mean", "block_squares",
-    "top", "left", "move", "apart", "turn",
+    "top", "left", "move", "apart",
 ]  # fmt: skip
 
 

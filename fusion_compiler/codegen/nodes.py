@@ -12,9 +12,8 @@ from fusion_compiler.codegen import accesses, expression, moments
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.expression import computed, convert, convert_literal, scalar
-from fusion_compiler.codegen.monoids import carry, is_logical, neutral, scan, step
-from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.tile import Check, For, Range
+from fusion_compiler.codegen.monoids import is_logical, neutral
+from fusion_compiler.codegen.tile import Check
 from fusion_compiler.codegen.windows import interleaved
 from fusion_compiler.ir.dims import quotient
 from fusion_compiler.ir.loops import (
@@ -29,7 +28,6 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
-    Scan,
     Value,
     axes_in,
 )
@@ -38,9 +36,6 @@ from fusion_compiler.schedule.analysis import operand_of
 from fusion_compiler.schedule.schedule import Cols
 
 aten = torch.ops.aten
-AHEAD = 3  # elements in flight along a ragged axis of a single row
-AT_ONCE = 4  # elements along a ragged axis of many rows that load together
-FEW = 2  # most sums for which that pays: with 28 in four nests, ptxas took 28 s instead of four
 KEPT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of tiles that may stay as they were loaded
 
 
@@ -76,9 +71,6 @@ def build_node(b: Builder, number: int) -> None:
         return
     if isinstance(node, Reduce):
         _reduce(b, number)
-        return
-    if isinstance(node, Scan):
-        _scan(b, number, node)
         return
     value, base = value_of(b, number)
     if isinstance(value, Var):  # the operand itself
@@ -219,7 +211,7 @@ def _random(b: Builder, node: Random) -> Expression:
 # -- reductions of a tile ----------------------------------------------------------------------------
 
 
-def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Expression:
+def elements(b: Builder, reduce: Reduce, over: frozenset[str]) -> Expression:
     """Return the operand of a reduction or scan as a full tile in `over`, with the neutral element
     outside."""
     build_nodes(b, b.need((reduce.operand,)))
@@ -227,7 +219,7 @@ def elements(b: Builder, reduce: Reduce | Scan, over: frozenset[str]) -> Express
 
 
 def as_elements(
-    b: Builder, reduce: Reduce | Scan, over: frozenset[str], value: Expression
+    b: Builder, reduce: Reduce, over: frozenset[str], value: Expression
 ) -> Expression:
     """Return `value` in place of the operand as a full tile; see `elements`."""
     source = b.loops.nodes[reduce.operand]
@@ -244,35 +236,8 @@ def as_elements(
     return value if mask is None else tl.where(mask, value, neutral(reduce))
 
 
-def carry_scans(b: Builder, numbers: Iterable[int]) -> None:
-    """Initialize the states of scans before the first block of a loop."""
-    for number in numbers:
-        node = b.loops.nodes[number]
-        if isinstance(node, Scan):
-            groups = b.a.groups[node.operand] - ALONG
-            b.carried[number] = b.let("carried", tl.full(b.shape(groups), neutral(node), node.dtype))
-
-
-def _scan(b: Builder, number: int, node: Scan) -> None:
-    """Build a scan of the tile. In a loop it continues the previous block's, and its last column becomes
-    the state."""
-    value = scan(node, elements(b, node, ALONG), b.col_axis)
-    carried = b.carried.get(number)
-    if carried is not None:
-        value = carry(node, carried, value)
-    b.env[number] = b.let(f"running_{node.combine}", value, number)
-    if carried is not None:
-        last = 0 if node.reverse else b.tile.lanes - 1
-        last_value = tl.where(b.lanes(b.tile.lanes).eq(last), b.env[number], 0)
-        b.set(carried, b.along(tl.sum, last_value))
-
-
 def _reduce(b: Builder, number: int) -> None:
-    """Build a reduction over the columns of a tile with whole rows, over the rows of a whole matrix, or over
-    a ragged axis."""
-    if number in b.a.invariants:
-        _reduce_ragged(b, number)
-        return
+    """Build a reduction over the columns of a tile with whole rows, or over the rows of a whole matrix."""
     if ROWS in b.a.over(number):
         _reduce_rows(b, number)
         return
@@ -303,38 +268,3 @@ def _reduce_rows(b: Builder, number: int) -> None:
     join_key = ("rows", b.a.groups[reduce.operand]) if b.a.is_sum(number) else None
     folded = tile if b.tile.flat else b.folded(number, tile, 0, True, join_key)
     b.env[number] = b.let(b.base_of(number), folded, number)
-
-
-def _reduce_ragged(b: Builder, number: int) -> None:
-    """Build a reduction over a ragged axis in a loop of its own.
-
-        for turn in tl.range(first, last, num_stages=3):
-            place = tl.load(order_ptr + turn)
-            total += tl.load(rows_ptr + place * 2048 + col).to(tl.float32)
-
-    The loop of a tile of several rows ends with the longest one. Prefetching would need a barrier in each
-    turn, so four turns load together instead: tl.range(0, most, num_stages=1, loop_unroll_factor=4).
-    """
-    node, nodes = b.reduction(number), b.loops.nodes
-    assert node.within is not None
-    (axis,) = node.axes
-    first, last = map(b.variable, b.loops.axes[axis].bounds)
-    (place,) = (i for i, n in enumerate(nodes) if isinstance(n, Coordinate) and axis in dict(n.index.terms))
-    total = b.let("total", tl.full(b.shape(b.a.groups[number]), neutral(node), node.dtype))
-    is_single_row = b.tile.flat and COLS not in b.a.groups[node.within]
-    if is_single_row:
-        turns = Range(first, last, stages=AHEAD)
-    else:
-        most = b.let("most", tl.max(last - first))
-        turns = Range(lift(0), most, stages=1, unroll=AT_ONCE if len(b.a.invariants) <= FEW else None)
-    turn = own("turn")
-    with b.inside(For(turn, turns)):
-        if is_single_row:
-            b.true |= {node.within}
-        b.env[place] = turn if is_single_row else b.let("here", first + turn)
-        build_nodes(b, b.need((node.operand, node.within)))
-        term = b.variable(node.operand)
-        if not is_single_row:
-            term = tl.where(b.variable(node.within), term, neutral(node))
-        b.add(step(node, total, term))
-    b.env[number] = total

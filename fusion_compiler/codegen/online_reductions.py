@@ -333,11 +333,6 @@ def _seen(b: Builder) -> Expression:
     return b.tile.start if b.s.splits == 1 else b.tile.start - own("first_col")
 
 
-def _column(b: Builder, lane: Expression) -> Expression:
-    """Return the column of a lane, or the row's first column if the lane is before the row."""
-    return tl.maximum(lane - own("lead"), 0) if b.s.misaligned else lane
-
-
 def _count(b: Builder) -> Expression:
     """Return the number of columns of the current block."""
     start, size = b.tile.start, b.a.size(COLS)
@@ -346,19 +341,11 @@ def _count(b: Builder) -> Expression:
     assert start is not None and isinstance(size, int)  # a pass begins somewhere
     if isinstance(start, Literal) and isinstance(start.value, int):  # after the loop
         return lift(size - start.value)
-    return tl.minimum(_without_lead(start + b.tile.lanes, b.s.misaligned), size) - _column(b, start)
+    return tl.minimum(start + b.tile.lanes, size) - start
 
 
 def _part_counts(b: Builder) -> Expression:
-    """Return the number of columns of each part of a row, as float32. With a loop it does not depend on
-    the lead."""
-    size, part = b.a.size(COLS), part_cols(b.a, b.s)
-    first = own("parts") * part
-    misaligned = b.s.misaligned and b.s.cols is Cols.WHOLE
-    count = tl.minimum(_without_lead(first + part, misaligned), size)
-    count -= _column(b, first) if misaligned else first
+    """Return the number of columns of each part of a row, as float32."""
+    first, part = own("parts") * part_cols(b.a, b.s), part_cols(b.a, b.s)
+    count = tl.minimum(first + part, b.a.size(COLS)) - first
     return tl.maximum(count, 0).to(torch.float32)
-
-
-def _without_lead(end: Expression, misaligned: bool) -> Expression:
-    return end - own("lead") if misaligned else end

@@ -336,12 +336,13 @@ class Emitter:
 
     def sum_of(self, parts: Sequence[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
         """Return a sum of tiles times numbers; what has fewer dimensions comes first."""
-        numbers = {tile.value: tile.value.value for tile, _ in parts if isinstance(tile.value, Literal)}
+        variable: list[tuple[Tile, Dim]] = []
         for tile, step in parts:
-            value = numbers.get(tile.value)
-            const = const + value * step if isinstance(value, int) else const
-        parts = [part for part in parts if not isinstance(numbers.get(part[0].value), int)]
-        ordered = sorted(parts, key=lambda part: (part[0].is_block, len(part[0].lanes)))
+            if isinstance(tile.value, Literal) and isinstance(tile.value.value, int):
+                const = const + tile.value.value * step
+            else:
+                variable.append((tile, step))
+        ordered = sorted(variable, key=lambda part: (part[0].is_block, len(part[0].lanes)))
         terms = [times(tile.value) if c == 1 else times(tile.value, c) for tile, c in ordered]
         if isinstance(const, int):
             return plus(*terms, const) if const or not terms else plus(*terms)
@@ -703,7 +704,8 @@ class Emitter:
 
     def checked(self, node: Checked) -> Tile:
         index = self.tile(node.position)
-        mask = None if node.within is None else self.tile(node.within)
+        holds = node.within is None or self.literal(node.within) is True
+        mask = None if holds or node.within is None else self.tile(node.within)
         lanes = index.lanes | (NOWHERE if mask is None else mask.lanes)
         zero = tl.full(self.shape(lanes) if index.is_block else [], 0, self.loops.nodes[node.position].dtype)
         condition = None if mask is None else mask.value

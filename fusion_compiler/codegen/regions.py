@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.accesses import store_all, store_one
-from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at, start_of_turn
+from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.exchange import exchange
-from fusion_compiler.codegen.nodes import build_nodes, build_row_values, carry_scans
+from fusion_compiler.codegen.names import own
+from fusion_compiler.codegen.nodes import build_nodes, build_row_values
 from fusion_compiler.codegen.online_reductions import Running, complete_after, scaled, states_of
 from fusion_compiler.codegen.partial_reductions import partial_results
 from fusion_compiler.codegen.rematerialize import rematerialize
@@ -131,7 +132,6 @@ def _loop(
     allows."""
     inner, lanes = inner_cols(b.a, b.s), end_lanes(b.a, b.s)
     names = [state.start(b) for state in states]
-    carry_scans(b, b.need(needed))
 
     def block(start: Expression, inside: bool, ending: bool) -> None:
         cols_at(b, start, inside)
@@ -143,7 +143,7 @@ def _loop(
             store_one(b, store)
 
     with b.inside(col_loop(b, inner)):
-        block(start_of_turn(b), inside=lanes > 0, ending=False)
+        block(own("start"), inside=lanes > 0, ending=False)
     for state, variables in zip(states, names, strict=True):
         state.fold(b, variables)
     if lanes:

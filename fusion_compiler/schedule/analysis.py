@@ -231,14 +231,14 @@ class Analysis:
     @cached_property
     def weighted(self) -> frozenset[int]:
         """Return the sums along the row that multiply a matrix by a vector, if rows are only reduced."""
-        if self.stores_rows:
+        if self.stores_rows or self.scans or self.invariants:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
 
     @cached_property
     def products(self) -> frozenset[int]:
         """Return the sums over rows that multiply a transposed matrix by a vector, unless `reads_rows`."""
-        if self.reads_rows:
+        if self.reads_rows or self.invariants:
             return frozenset()
         return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
 

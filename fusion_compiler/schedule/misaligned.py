@@ -33,7 +33,7 @@ def fits(a: Analysis) -> bool:
     width = a.size(COLS)
     if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented:
         return False
-    if not a.axes[ROWS]:
+    if not a.axes[ROWS] or a.weighted or a.products:
         return False
     drawn = any(isinstance(n, Random) and COLS in a.groups[i] for i, n in enumerate(a.loops.nodes))
     accesses = [n for n in a.loops.nodes if isinstance(n, Load)]

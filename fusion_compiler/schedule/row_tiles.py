@@ -16,8 +16,6 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
         return None
     if a.weighted or a.products or a.ahead:
         return None
-    if any(axis.group == RAGGED for axis in a.loops.axes):
-        return None
     directives: list[Directive] = []
     for group in GROUPS:
         axes = a.axes[group]
@@ -30,6 +28,8 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
         if group == COLS and s.misaligned:
             directives.append(Align(name, s.word))
         directives += _rows(name, s) if group == ROWS else _cols(name, a, s)
+    ragged = (axis.name for axis in a.loops.axes if axis.group == RAGGED)
+    directives += [At(name, Place.LOOP) for name in ragged]
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
     lanes = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
     others = [d for d in directives if not isinstance(d, At)]

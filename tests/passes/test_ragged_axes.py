@@ -49,7 +49,7 @@ def test_only_the_sum_does_not_vary_along_its_axis() -> None:
     assert [1 in axes for axes in axes_of(loops.nodes)] == [False, False, False, True, True, True, False]
     assert groups_of(loops)[SUM] == frozenset({COLS})
     analysis = Analysis(loops)
-    assert analysis.reductions == analysis.in_segments == ()
+    assert analysis.reductions == ()
     assert {number: set(nodes) for number, nodes in analysis.invariants.items()} == {SUM: {1, 2}}
 
 

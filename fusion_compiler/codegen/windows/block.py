@@ -27,7 +27,7 @@ def is_same_in_rows(b: Builder, node: Load) -> bool:
 def _is_plain(b: Builder, node: Load) -> bool:
     """True for a load at an affine index, without a mask, in an aligned tile."""
     direct = all(key >= 0 for key, _ in node.index.terms)
-    return direct and node.within is None and not b.s.misaligned
+    return direct and node.within is None
 
 
 def loaded_once(b: Builder, number: int, node: Load) -> Variable:

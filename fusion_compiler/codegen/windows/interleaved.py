@@ -29,7 +29,7 @@ PAIR = "pair"  # the variable with the element numbers of twice the columns
 def pair_of(b: Builder, number: int) -> tuple[int, int] | None:
     """Return a load and that of the neighbouring elements, if neither is built yet, else None."""
     pair = next((p for p in b.a.pairs.items() if number in p), None)
-    if pair is None or b.s.misaligned or any(n in b.env for n in pair):
+    if pair is None or any(n in b.env for n in pair):
         return None
     left = b.loops.nodes[pair[0]]
     assert isinstance(left, Load)
@@ -61,7 +61,7 @@ def store(b: Builder, left: Store, right: Store) -> None:
 
 
 def can_be_stored(b: Builder, left: Store) -> bool:
-    return not b.s.misaligned and b.dtypes[left.buffer] is not torch.bool
+    return b.dtypes[left.buffer] is not torch.bool
 
 
 def _address(b: Builder, buffer: str, index: Index) -> tuple[Expression, Expression | None]:

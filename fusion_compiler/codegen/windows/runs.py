@@ -31,7 +31,7 @@ def length_of(b: Builder, node: Load) -> int:
     """Return how many lanes one element serves, at most; 1 if the window does not fit."""
     outer = any(key >= b.a.first[COLS] and b.loops.axes[key].size != 1 for key, _ in node.index.terms)
     direct = all(key >= 0 for key, _ in node.index.terms)
-    if b.s.misaligned or not outer or not direct or b.dtypes[node.buffer] in POSITIONS:
+    if not outer or not direct or b.dtypes[node.buffer] in POSITIONS:
         return 1
     inner, length = b.a.within_moving(node.index, COLS), b.tile.lanes // 2
     while length > 1 and (inner == 0 or quotient(inner, length) is None):

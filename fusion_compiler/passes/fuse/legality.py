@@ -118,6 +118,8 @@ def segments(a: Analysis, device: DeviceSpec) -> str | None:
         behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
         if i in partial and (reason := _no_pieces(a, i)) is not None:
             return reason
+        if isinstance(node, Scan) or i in a.invariants:
+            return f"{loops.names[i]} stands beside {loops.names[min(partial)]}, a sum of parts of rows"
     for store in loops.stores:
         kept = frozenset[int]().union(*(a.kept(n) for n in behind[store.value] & partial))
         if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):

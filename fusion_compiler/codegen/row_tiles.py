@@ -1,0 +1,353 @@
+"""Tiles of a nest of rows and columns under a placement: what a block holds, loads and stores."""
+
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.placed import Emitter, Tile
+from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.ir.dims import hint, product
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Compute,
+    Constant,
+    Index,
+    Load,
+    Node,
+    Reduce,
+    Scan,
+    Store,
+    Value,
+    axes_in,
+    operands_of,
+    right_neighbours,
+    store_operands,
+)
+from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, fm, lift, tl
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
+
+aten = torch.ops.aten
+AHEAD = 3  # elements in flight along a ragged axis of a single row
+AT_ONCE = 4  # elements along a ragged axis of many rows that load together
+FEW = 2  # most ragged reductions for which that pays: with 28 in four nests, ptxas took 28 s instead of four
+KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
+
+
+class RowTiles(Emitter):
+    """Tiles of a nest of rows and columns. load_options: keyword arguments of every load."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        placement: Placement,
+        pointers: Mapping[str, Name],
+        dtypes: Mapping[str, torch.dtype],
+        empty: frozenset[str],
+        load_options: Mapping[str, Expression],
+    ) -> None:
+        super().__init__(analysis, placement, pointers, dtypes, empty)
+        self.load_options, self.plain_maxima = load_options, analysis.nan_safe_max
+        self.means = {mean: total for total, mean in analysis.moments.values()}
+        self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
+        self.columns = axes_in(self.loops.axes, (COLS,))
+        self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)
+        self.sums: dict[int, Tile] = {}  # over rows: their accumulators
+        self.pending: list[int] = []  # sums over rows to which the open block is not added yet
+        self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
+        self.true = frozenset[int]()  # conditions that hold in the open block
+        self.in_one_row = False  # values of a row are scalars, whatever tiles are
+        self.carried: dict[int, Var] = {}  # scan -> its value after the blocks of a loop so far
+        self.is_last_pass = True
+        self.is_whole = False  # the open block lies within the row
+        self.rest = 0  # columns of the last block
+        self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
+
+    def reduction(self, number: int) -> Reduce:
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
+        return node
+
+    def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
+        """Return the lanes of an accumulator. Where programs share rows, the columns alone occupy all
+        threads: it has none for rows, and the sum of each block is added to it."""
+        lanes = super().lanes_of_state(node)
+        is_over_rows = bool(node.axes - self.columns)
+        return lanes & {self.lanes[-1]} if self.shared is not None and is_over_rows else lanes
+
+    def home(self, leaves: Iterable[Leaf]) -> int:
+        return super().home(leaves) if self.hidden is None else self.depth
+
+    def known(self, number: int) -> Tile | None:
+        """Return a tile that is there; in a last block none that has the lanes of the others."""
+        key = self.key(number)
+        tiles = (scope.tiles[key] for scope in self.scopes[: self.depth + 1] if key in scope.tiles)
+        return next((tile for tile in tiles if self.hidden not in tile.lanes), None)
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        return super().inside(axes - self.columns if self.is_whole else axes)
+
+    def literal(self, number: int) -> float | bool | None:
+        return True if number in self.true else super().literal(number)
+
+    def options(self, node: Load) -> Mapping[str, Expression]:
+        """Return keyword arguments of a load: a pass that is not the last one keeps the row in the cache."""
+        varies, columns = self.of_index(node.index), self.of_axes(self.columns)
+        if not self.ends or not varies & columns or not varies - columns:
+            return self.load_options
+        policy = Literal("evict_first" if self.is_last_pass else "evict_last")
+        return {**self.load_options, "eviction_policy": policy}
+
+    def compute(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.tile(number)
+
+    def needed_by(self, numbers: Iterable[int]) -> set[int]:
+        """Return some nodes and all of which they are computed."""
+        needed, stack = set[int](), list(numbers)
+        while stack:
+            number = stack.pop()
+            if number not in needed and self.known(number) is None:
+                needed.add(number)
+                inside = self.a.invariants.get(number)  # a loop over a ragged axis computes the rest
+                stack += self.read_by(self.loops.nodes[number]) if inside is None else inside
+        return needed
+
+    def read_by(self, access: Node | Store) -> Iterable[int]:
+        """Return the nodes that a node or a store reads: of a condition those that are its parts."""
+        operands = store_operands(access) if isinstance(access, Store) else operands_of(access)
+        if not isinstance(access, Store | Load) or access.within is None:
+            return operands
+        return (*(n for n in operands if n != access.within), *self.parts(access.within))
+
+    # -- what carried reductions ask -------------------------------------------------------------------
+
+    @property
+    def last(self) -> int:
+        """Return the dimension of a tile along the columns."""
+        return 0 if self.in_one_row else len(self.lanes) - 1
+
+    @property
+    def keeps(self) -> bool:
+        """True if tiles have several dimensions, which reductions keep."""
+        return len(self.lanes) > 1 and not self.in_one_row
+
+    def along(self, function: Callable[..., Expression], value: Expression) -> Expression:
+        """Apply a reduction along the columns."""
+        return function(value, axis=self.last, keep_dims=True) if self.keeps else function(value, axis=0)
+
+    def elements_of(self, number: int) -> Expression:
+        """Return the operand of a reduction along the columns, neutral where there is none."""
+        term = self.term(number, self.reduction(number))
+        if term is None:
+            return tl.full(self.shape(frozenset({self.lanes[-1]})), 0, self.reduction(number).dtype)
+        return term.value if isinstance(term.value, Var) else self.let("x", term.value)
+
+    def variable_of(self, tile: Tile) -> Var:
+        assert isinstance(tile.value, Var)
+        return tile.value
+
+    def shape_of_rows(self, operand: int) -> Items:
+        """Return the shape of one value for each row of a node's tile."""
+        rows = frozenset(leaf for leaf in self.lanes[:-1] if leaf in self.depends[operand])
+        return self.shape(rows) if self.keeps else Items(())
+
+    def column_mask(self) -> Expression | None:
+        """Return which of a block's columns exist, or None if all do."""
+        mask = self.inside(self.columns)
+        return None if mask is None else mask.value
+
+    def seen(self) -> Expression:
+        """Return the number of columns in the program's blocks before this one."""
+        loops = self.loops_of(self.of_axes(self.columns))
+        return self.element(loops[0]).value * loops[0].step if loops else lift(0)
+
+    def first_column(self) -> Expression:
+        """Return the first column of the block."""
+        return self.seen() if self.shared is None else self.first_of_part() + self.seen()
+
+    def first_of_part(self) -> Expression:
+        assert self.shared is not None
+        return self.element(self.shared).value * self.shared.step
+
+    def counts_of_parts(self) -> Expression:
+        """Return the number of columns of each program's part of a row, as float32."""
+        assert self.shared is not None
+        first = Name("parts") * self.shared.step
+        return self.columns_between(first, first + self.shared.step).to(torch.float32)
+
+    def columns_between(self, first: Expression, end: Expression) -> Expression:
+        return tl.maximum(tl.minimum(end, self.a.size(COLS)) - first, 0)
+
+    def count(self) -> Expression:
+        """Return the number of columns of this block."""
+        lanes, size = self.lanes[-1].lanes, self.a.size(COLS)
+        if self.column_mask() is None:
+            return lift(lanes)
+        if self.hidden is not None:
+            return lift(self.rest)
+        return tl.minimum(self.first_column() + lanes, size) - self.first_column()
+
+    # -- values ----------------------------------------------------------------------------------------
+
+    def made(self, number: int) -> Tile:
+        node = self.loops.nodes[number]
+        if isinstance(node, Load) and self.is_kept(number, node):
+            tile = self.loaded(node, as_held=True)
+            self.kept[number] = self.let(f"{self.called(node.buffer)}_loaded", tile.value)
+            value = convert(self.kept[number], self.dtypes[node.buffer], node.dtype)
+            base = self.called(node.buffer)
+            return replace(tile, value=value if isinstance(value, Var) else self.let(base, value, number))
+        pair = next((pair for pair in self.pairs.items() if number in pair), None)
+        if isinstance(node, Load) and pair is not None and node.buffer not in self.empty:
+            self.load_pair(*pair)
+            return self.scopes[self.depth].tiles[self.key(number)]
+        return self.scanned(number, node) if isinstance(node, Scan) else super().made(number)
+
+    def computed(self, number: int, node: Compute) -> Tile:
+        total = self.means.get(number)
+        if total not in self.scaled:
+            return super().computed(number, node)
+        count = self.scaled[total] * hint(self.a.size(COLS))  # float32 represents this fraction exactly
+        divisor = count if node.target is aten.div.Tensor else 1 / count
+        node = replace(node, operands=(("self", Value(total)), ("other", divisor)))
+        tile = self.tile(total)
+        return replace(tile, value=computed(node, lambda n: (tile.value, self.loops.nodes[n].dtype)))
+
+    def scanned(self, number: int, node: Scan) -> Tile:
+        """Return a scan of the tile. In a loop it continues the scan of the block before."""
+        source, tile = self.loops.nodes[node.operand], self.tile(node.operand)
+        value = convert(tile.value, source.dtype, node.dtype)
+        lanes, mask = tile.lanes | {self.lanes[-1]}, self.inside(self.columns)
+        if tile.lanes != lanes or isinstance(source, Constant):
+            value = tl.broadcast_to(value, self.shape(lanes))
+        if mask is not None:
+            value = tl.where(mask.value, value, monoids.neutral(node))
+        value = monoids.scan(node, value, self.last)
+        carried = self.carried.get(number)
+        if carried is not None:
+            value = monoids.carry(node, carried, value)
+        running = self.let(f"running_{node.combine}", value, number)
+        if carried is not None:
+            last = 0 if node.reverse else self.lanes[-1].lanes - 1
+            is_last = self.element(self.lanes[-1]).value.eq(last)
+            self.add(Assign((carried,), self.along(tl.sum, tl.where(is_last, running, 0))))
+        return Tile(running, lanes, True)
+
+    # -- neighbours ----------------------------------------------------------------------------------------
+    #
+    # Separate accesses to every other element of a row, and then to those between, would touch each sector
+    # twice and move two bytes at a time. One access to twice the columns moves whole words:
+    #
+    #     x, y = tl.split(tl.load(in0_ptr + pair).reshape(1024, 2))
+    #     tl.store(out0_ptr + pair, tl.interleave(x, y))
+
+    @property
+    def pairs(self) -> Mapping[int, int]:
+        """Return the loads of every other element, each with the load of the elements between."""
+        return self.a.pairs
+
+    def store_all(self, stores: Sequence[Store]) -> None:
+        """Emit stores, of neighbours together."""
+        pairs = right_neighbours(self.loops.axes, enumerate(stores)) if not self.placement.word else {}
+        pairs = {n: m for n, m in pairs.items() if self.dtypes[stores[n].buffer] is not torch.bool}
+        for n, store in enumerate(stores):
+            if n in pairs:
+                self.store_pair(store, stores[pairs[n]])
+            elif n not in pairs.values():
+                self.store(store)
+
+    @contextmanager
+    def doubled(self) -> Generator[None]:
+        """Emit accesses to twice as many columns."""
+        axes, lanes, leaves = self.axes, self.lanes, self.leaves
+        last = len(self.loops.axes) - 1
+        whole = {last, self.fused.get(last, last)}
+        self.axes = tuple(
+            replace(axis, name="pair", size=product((axis.size, 2))) if k in whole else axis
+            for k, axis in enumerate(axes)
+        )
+        wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in leaves[self.fused.get(last, last)]}
+        wide[lanes[-1]] = replace(lanes[-1], name="pair_i", extent=2 * lanes[-1].lanes)
+        self.lanes = [wide.get(leaf, leaf) for leaf in lanes]
+        self.leaves = {k: [wide.get(leaf, leaf) for leaf in of_axis] for k, of_axis in leaves.items()}
+        yield
+        self.axes, self.lanes, self.leaves = axes, lanes, leaves
+
+    def index_of_pair(self, index: Index) -> Index:
+        last = len(self.loops.axes) - 1
+        return Index(index.const, tuple((k, 1 if k == last else c) for k, c in index.terms))
+
+    def load_pair(self, left: int, right: int) -> None:
+        """Emit two loads as one of twice the columns."""
+        node, lanes = self.loops.nodes[left], frozenset(self.lanes) & self.depends[left]
+        assert isinstance(node, Load)
+        shape = self.shape(lanes).items
+        with self.doubled():
+            tile = self.loaded(replace(node, index=self.index_of_pair(node.index)), as_held=True)
+        value = convert(tile.value.reshape(*shape, 2), self.dtypes[node.buffer], node.dtype)
+        variables = Var(self.called(node.buffer)), Var(self.called(node.buffer))
+        self.add(Assign(variables, tl.split(value), left))
+        for n, variable in zip((left, right), variables, strict=True):
+            self.scopes[self.depth].tiles[self.key(n)] = Tile(variable, lanes, True)
+
+    def store_pair(self, left: Store, right: Store) -> None:
+        """Emit two stores as one."""
+        lanes, values = self.of_index(left.index) & {*self.lanes}, list[Expression]()
+        for number in (left.value, right.value):
+            tile, node = self.tile(number), self.loops.nodes[number]
+            value = tl.full([], tile.value, node.dtype) if isinstance(node, Constant) else tile.value
+            value = convert(value, node.dtype, self.dtypes[left.buffer])
+            values.append(value if tile.lanes >= lanes else tl.broadcast_to(value, self.shape(lanes)))
+        with self.doubled():
+            axes = frozenset(k for k, _ in left.index.terms if k >= 0)
+            place = self.index(self.index_of_pair(left.index))
+            pointer, mask = self.access(left.buffer, place, axes, ())
+        self.add(StoreStatement(pointer.value, tl.interleave(*values), None if mask is None else mask.value))
+
+    # -- what programs that wait for each other keep ---------------------------------------------------
+
+    def is_kept(self, number: int, node: Load) -> bool:
+        """True if a tile stays in registers as it was loaded, while programs wait for each other. What was
+        computed from it is computed again, which leaves room for more programs."""
+        in_tile = self.shared is not None and not self.loops_of(self.of_axes(self.columns))
+        is_full = self.a.groups[number] == frozenset({ROWS, COLS})
+        return in_tile and is_full and self.dtypes[node.buffer] in KEPT and node.buffer not in self.empty
+
+    def compute_again(self, wanted: Sequence[int]) -> None:
+        """Forget tiles before `wanted` is computed, so that they are computed from loaded ones again. Tiles
+        that it reads and that took special functions are kept."""
+        if not self.kept:
+            return
+        terms = [self.reduction(n).operand for n in self.pending]
+        read = {o for n in self.needed_by([*wanted, *terms]) for o in operands_of(self.loops.nodes[n])}
+        tiles = self.scopes[self.depth].tiles
+        for n, node in enumerate(self.loops.nodes):
+            tile = tiles.get(self.key(n))
+            if tile is not None and n in self.kept and isinstance(node, Load):
+                value = convert(fm.again(self.kept[n]), self.dtypes[node.buffer], node.dtype)
+                tiles[self.key(n)] = replace(tile, value=self.state(self.called(node.buffer), value, n))
+            elif tile is not None and isinstance(node, Compute) and self.is_full(n):
+                if n not in read or not self.takes_long(n):
+                    del tiles[self.key(n)]
+
+    def is_full(self, number: int) -> bool:
+        return self.a.groups[number] == frozenset({ROWS, COLS})
+
+    def takes_long(self, number: int) -> bool:
+        """True if computing a tile from loaded values takes special functions."""
+        node = self.loops.nodes[number]
+        if not isinstance(node, Compute) or not self.is_full(number):
+            return False
+        spec = spec_of(node.target)
+        return spec is None or spec.special > 0 or any(map(self.takes_long, operands_of(node)))
