@@ -257,7 +257,7 @@ class Emitter:
     def place_grid(self, number: Expression) -> None:
         """Assign each axis of the grid its element, of which the last varies fastest."""
         left = number.to(torch.int64) if self.wide else number
-        grid = [leaf for leaf in self.grid if leaf.extent != 1]
+        grid = [leaf for leaf in self.grid if not self.is_single(leaf)]
         for leaf in reversed(grid):
             is_first = leaf is grid[0]
             value = left if is_first else left % lift(leaf.extent)
@@ -298,7 +298,7 @@ class Emitter:
         """Return the sum of some leaves' numbers as a tile, or None if there are none."""
         leaves = list(leaves)
         in_turns = {self.turns[leaf] for leaf in leaves if leaf in self.turns}
-        moving = [x for x in leaves if x.extent != 1 or x.place is Place.LANES or x in self.turns]
+        moving = [leaf for leaf in leaves if not self.is_single(leaf)]
         parts = [(self.element(leaf), self.step_of(leaf)) for leaf in moving if leaf not in in_turns]
         if not parts:
             return None
@@ -307,6 +307,13 @@ class Emitter:
         with self.in_scope(self.home(leaves)):
             value = self.let(name, self.sum_of(parts))
         return self.joined(value, *(tile for tile, _ in parts))
+
+    def is_single(self, leaf: Leaf) -> bool:
+        """True if a leaf has one element, whose number needs no variable. Where other leaves of the axis are
+        unrolled, it has one, so that elements behind the end are masked."""
+        others = self.leaves[leaf.axis]
+        is_moved = leaf.place is Place.LANES or leaf in self.turns
+        return leaf.extent == 1 and not is_moved and not any(x.place is Place.UNROLL for x in others)
 
     def step_of(self, leaf: Leaf) -> int:
         """Return how many elements lie between values of a leaf's variable that differ by one."""
@@ -708,8 +715,10 @@ class Emitter:
         mask = None if holds or node.within is None else self.tile(node.within)
         lanes = index.lanes | (NOWHERE if mask is None else mask.lanes)
         zero = tl.full(self.shape(lanes) if index.is_block else [], 0, self.loops.nodes[node.position].dtype)
-        condition = None if mask is None else mask.value
-        self.add(Check(index.value, lift(node.low), lift(node.high), node.what, condition, zero))
+        condition, value = None if mask is None else mask.value, index.value
+        if isinstance(value, Literal):
+            value = tl.full([], value, self.loops.nodes[node.position].dtype)
+        self.add(Check(value, lift(node.low), lift(node.high), node.what, condition, zero))
         return self.tile(node.operand)
 
     def computed(self, number: int, node: Compute) -> Tile:
@@ -792,12 +801,13 @@ class Emitter:
     def terms(self, index: Index) -> tuple[list[tuple[Leaf | int, Dim]], Dim]:
         """Return an index as multiples of leaves that are not unrolled, and of nodes, and the rest."""
         terms, const = list[tuple[Leaf | int, Dim]](), index.const
+        in_turns = {*self.turns.values()}
         for key, step in index.terms:
             for leaf in self.leaves[key] if key >= 0 else ():
                 if leaf.place is Place.UNROLL:
                     const = const + step * leaf.step * self.at[leaf]
-                else:
-                    terms.append((leaf, step * leaf.step))
+                elif leaf not in in_turns:
+                    terms.append((leaf, step * self.step_of(leaf)))
             if key < 0:
                 terms.append((~key, step))
         return terms, const
