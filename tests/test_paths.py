@@ -22,7 +22,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *PACKAGE.rglob("*.md
 FOLDERS = ("fusion_compiler", "benchmarks", "examples", "tests")
 SOURCES = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
 PATH = re.compile(r"(?<![\w/.<-])[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|md|toml)\b(?!:\d)|/(?=`))")
-NAME = re.compile(r"`([a-z_]\w*(?:\.(?!(?:py|md|js|css|html|json|txt|toml)`)\w+)+)(?:\(\))?`")
+NAME = re.compile(r"`([a-z_]\w*(?:\.(?!(?:py|md|js|css|csv|html|json|txt|toml)`)\w+)+)(?:\(\))?`")
 # Files of a user's in examples, and PyTorch's.
 FOREIGN = {"model.py", "file.py", "FILE.py", "encoder_layer.py", "torch/_inductor/pattern_matcher.py"}
 # What the pages speak of by the name of a variable.

@@ -125,10 +125,10 @@ class AlignedRowEmitter(RowEmitter):
         """Return the addresses of the lanes' elements of a row."""
         (row,) = {self.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
         number, _ = self.coordinate(row)
-        assert number is not None
-        with self.in_scope(self.home(self.leaves[row])):
-            begin = self.let("begin", number.value * self.width // self.word * self.word)
-        lane = self.lane()
+        begin, lane = None, self.lane()
+        if number is not None:
+            with self.in_scope(self.home(self.leaves[row])):
+                begin = self.let("begin", number.value * self.width // self.word * self.word)
         return self.joined(plus(self.pointers[buffer], begin, lane.value, index.const or None), lane)
 
     def loaded(self, node: Load, as_held: bool = False) -> Tile:

@@ -225,6 +225,8 @@ class Emitter:
         axis, first = self.fused[member], self.members[self.fused[member]][0]
         inner = product(self.axes[k].size for k in self.members[axis] if k > member)
         size = product((inner, self.axes[member].size))
+        if size == 0:
+            return self.leaves[axis]
         leaves = sorted(self.leaves[axis], key=lambda leaf: leaf.step)
         filled = [leaf.place is not Place.LANES or leaf.lanes == leaf.extent for leaf in leaves]
         multiples = (quotient(inner, leaf.step) is not None for leaf in leaves)
@@ -374,7 +376,9 @@ class Emitter:
     def inside(self, axes: frozenset[int]) -> Tile | None:
         """Return whether elements lie within these axes, or None if all that the program visits do."""
         checks: list[Tile] = []
-        for axis in sorted({self.fused.get(axis, axis) for axis in axes}):
+        outermost = {members[0]: axis for axis, members in self.members.items()}
+        inner = self.fused.keys() - outermost.keys()  # whose numbers are remainders, and so within their sizes
+        for axis in sorted(outermost.get(axis, axis) for axis in axes - inner):
             size, leaves = self.axes[axis].size, self.leaves[axis]
             several = len(leaves) > 1
             for leaf in leaves if several else ():
