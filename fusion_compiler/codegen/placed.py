@@ -377,7 +377,7 @@ class Emitter:
         """Return whether elements lie within these axes, or None if all that the program visits do."""
         checks: list[Tile] = []
         outermost = {members[0]: axis for axis, members in self.members.items()}
-        inner = self.fused.keys() - outermost.keys()  # whose numbers are remainders, and so within their sizes
+        inner = self.fused.keys() - outermost.keys()  # whose numbers are remainders: within their sizes
         for axis in sorted(outermost.get(axis, axis) for axis in axes - inner):
             size, leaves = self.axes[axis].size, self.leaves[axis]
             several = len(leaves) > 1
