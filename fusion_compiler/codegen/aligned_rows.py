@@ -111,8 +111,9 @@ class AlignedRowEmitter(RowEmitter):
 
     def is_zero_outside(self, number: int, axis: int) -> bool:
         node = self.loops.nodes[number]
-        if isinstance(node, Load) and axis in self.columns and self.moves_words(node.index, node.within):
-            return False  # words have elements of the rows beside
+        moves_words = isinstance(node, Load) and self.moves_words(node.index, node.within)
+        if axis in self.columns and (moves_words or (isinstance(node, Load) and self.shifts(node))):
+            return False  # words have elements of what lies beside
         return super().is_zero_outside(number, axis)
 
     # -- accesses ------------------------------------------------------------------------------------------

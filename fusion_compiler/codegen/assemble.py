@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -53,6 +53,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     symbols_of,
 )
+from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
 from fusion_compiler.schedule.placement import Placement
@@ -63,6 +64,7 @@ from fusion_compiler.schedule.verifier import placed_registers
 
 # With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
+NOTHING: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,7 @@ def build(
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
-    texts = (str(s if isinstance(s, Placement) else placement_of(a, s) or s) for a, s in scheduled)
-    text = " beside ".join(dict.fromkeys(texts))
+    text = " beside ".join(dict.fromkeys(str(part.placement or part.s) for part in main))
     misaligned = any(s.misaligned for s in schedules)
     return Program(
         tuple(kernels),
@@ -243,9 +244,11 @@ class _Part(ABC, Generic[S]):
     """A part of a kernel is one loop nest under its schedule, with the parameters that kernels may take.
 
     registers: the registers a thread that the tiles need.
+    placement: that of the nest, or None if the builder of rows and columns emits it.
     """
 
     registers: float
+    placement: Placement | None = None
 
     def __init__(
         self,
@@ -363,12 +366,13 @@ class _Assembly(_Part[Schedule]):
             emitter = self.emitter(self.placement)
             body, grid = emitter.rows_program(number, self.finishing)
             functions = self.last_placed(body, f"{name}_last")
-            return functions, self.finished(self.rewritten(body)), grid
+            body = rewritten(body, roundings(self.a, self.s, self.a.loops.stores))
+            return functions, self.finished(body), grid
         b = self.builder(self.a, self.s)
         first = self.replicated_reductions(b, f"{name}_first")
         grid = self.body(b, number)
         last = self.last_program(b, f"{name}_last")
-        return [*first, *last], rewritten(b, self.finished), grid
+        return [*first, *last], self.finished(rewritten_by(b)), grid
 
     def emitter(
         self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
@@ -389,23 +393,15 @@ class _Assembly(_Part[Schedule]):
         body += [Do(tl.debug_barrier()), If(last, [Store(ticket, Literal(0)), Do(Global(name)(*used))])]
         return [Function(name, used, inner)]
 
-    def rewritten(self, body: list[Statement]) -> list[Statement]:
-        """Return a tile program after the rewrites that every kernel has."""
-        neighbours = right_neighbours(self.a.loops.axes, enumerate(self.a.loops.stores))
-        if not self.s.in_passes and not self.s.misaligned and not neighbours:
-            stored_early(body, roundings(self.a.loops))
-        joined(body)
-        checked_late(body)
-        return body
-
     def only_program(self, load_options: Mapping[str, Expression]) -> list[Statement]:
         """Return the statements of the only program of a grid."""
         if self.placement is not None:
             emitter = self.emitter(self.placement, load_options)
-            return self.rewritten(emitter.rows_program(FIRST, None)[0])
+            body, _ = emitter.rows_program(FIRST, None)
+            return rewritten(body, roundings(self.a, self.s, self.a.loops.stores))
         builder = self.builder(self.a, self.s, load_options)
         self.body(builder, FIRST)
-        return rewritten(builder)
+        return rewritten_by(builder)
 
     def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
         """Build the main part, and return its grid."""
@@ -475,7 +471,7 @@ class _Assembly(_Part[Schedule]):
             return []
         inner = self.builder(Analysis(replicated.loops), replicated.schedule(self.s.num_warps))
         ahead.body(inner, b, replicated)
-        body = rewritten(inner)
+        body = rewritten_by(inner)
         used = self.used(body)
         ahead.enter(b, replicated, inner, Global(name)(*used))
         return [Function(name, used, body)]
@@ -496,7 +492,7 @@ class _Assembly(_Part[Schedule]):
         loaded = {place: Name(f"{b.variable(n).base}_{place}") for n, place in second.loads.items()}
         inner.env |= loaded
         part.body(inner, block)
-        body = rewritten(inner)
+        body = rewritten_by(inner)
         pointers, blocks = part.used(body), [block] if by_block else []
         call = Global(name)(*blocks, *map(b.variable, second.loads), *pointers)
         b.do(tl.debug_barrier())
@@ -522,7 +518,7 @@ class _Placed(_Part[Placement]):
         constants: frozenset[str] | None = None,
     ) -> None:
         super().__init__(analysis, placement, signature, scratch, constants)
-        self.split = split
+        self.split, self.placement = split, placement
         self.registers = placed_registers(analysis.loops, placement)
 
     def program(
@@ -530,26 +526,28 @@ class _Placed(_Part[Placement]):
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = Emitter(self.a, self.s, self.pointers, self.dtypes, self.empty)
         body, grid = emitter.program(number, self.split)
-        joined(body)
-        checked_late(body)
-        return [], self.finished(body), grid
+        return [], self.finished(rewritten(body)), grid
 
 
-def rewritten(
-    b: Builder, last: Callable[[list[Statement]], list[Statement]] = list
-) -> list[Statement]:
-    """Return a tile program after all rewrites. last: the rewrite that follows the others."""
-    in_pairs = right_neighbours(b.loops.axes, enumerate(b.stores_of("main")))
-    if not b.s.in_passes and not in_pairs:
-        stored_early(b.body, roundings(b.loops))
-    joined(b.body)
-    checked_late(b.body)
-    return last(b.body)
+def rewritten(body: list[Statement], stored_at_once: Mapping[int, int] = NOTHING) -> list[Statement]:
+    """Return a tile program after the rewrites that every kernel has. stored_at_once: see `stored_early`."""
+    if stored_at_once:
+        stored_early(body, stored_at_once)
+    joined(body)
+    checked_late(body)
+    return body
 
 
-def roundings(loops: LoopNest) -> dict[int, int]:
-    """Return the nodes that round, each with the node that it rounds."""
-    return {i: operands_of(n)[0] for i, n in enumerate(loops.nodes) if rounding_of(n) is not None}
+def rewritten_by(b: Builder) -> list[Statement]:
+    """Return the tile program of a builder after all rewrites but `_Part.finished`."""
+    return rewritten(b.body, roundings(b.a, b.s, b.stores_of("main")))
+
+
+def roundings(a: Analysis, s: Schedule, stores: Sequence[LoopStore]) -> dict[int, int]:
+    """Return the nodes that round, each with the node that it rounds, if `stored_early` may move stores."""
+    if s.in_passes or s.misaligned or right_neighbours(a.loops.axes, enumerate(stores)):
+        return {}
+    return {i: operands_of(n)[0] for i, n in enumerate(a.loops.nodes) if rounding_of(n) is not None}
 
 
 PREFIX = {Role.INPUT: "in", Role.OUTPUT: "out"}

@@ -28,7 +28,7 @@ TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as
 
 @dataclass(frozen=True)
 class Terms:
-    """How many bfloat16 numbers represent an element of the matrix, and one of the vectors."""
+    """Terms count the bfloat16 numbers that represent an element of the matrix, and one of the vectors."""
 
     matrix: int
     vectors: int

@@ -570,14 +570,15 @@ class Emitter:
         return {}
 
     def is_shared_within(self, node: Load) -> bool:
-        """True if all elements of a range, which moves the address by nothing, load the same one: they may
-        load it once, without the condition."""
+        """True if neighbours load the same element wherever a range, in which only some of them lie, holds:
+        they may load it once, without the condition."""
         within = None if node.within is None else self.loops.nodes[node.within]
         if not isinstance(within, InRange) or node.dtype is torch.bool or not node.index.terms:
             return False
         bounds, direct = (within.low, within.high), all(key >= 0 for key, _ in node.index.terms)
         is_nonempty = all(isinstance(n, int) for n in bounds) and within.low < within.high
-        return is_nonempty and direct and self.of_index(node.index).isdisjoint(self.of_index(within.index))
+        moved, tested = self.of_index(node.index), self.of_index(within.index)
+        return is_nonempty and direct and moved.isdisjoint(tested) and bool(tested & {*self.lanes})
 
     def run_length(self, node: Load) -> int:
         """Return how many neighbours among the innermost lanes have the same element of a load; a power of
@@ -855,7 +856,7 @@ class Emitter:
         if node.target is aten.where.self:
             source = self.chosen(node)
             return source is not None and self.is_dead(source)
-        if node.target is aten.div.Tensor and operand_of(node, "other") is not None:
+        if node.target is aten.div.Tensor and not isinstance(dict(node.operands)["other"], int | float):
             return False  # zero divided by zero is none
         if node.target in (aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default):
             return any(self.is_dead(o) for o in operands_of(node))

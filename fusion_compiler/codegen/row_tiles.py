@@ -38,9 +38,6 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
 
 aten = torch.ops.aten
-AHEAD = 3  # elements in flight along a ragged axis of a single row
-AT_ONCE = 4  # elements along a ragged axis of many rows that load together
-FEW = 2  # most ragged reductions for which that pays: with 28 in four nests, ptxas took 28 s instead of four
 KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
 
 
@@ -84,6 +81,11 @@ class RowTiles(Emitter):
         lanes = super().lanes_of_state(node)
         is_over_rows = bool(node.axes - self.columns)
         return lanes & {self.lanes[-1]} if self.shared is not None and is_over_rows else lanes
+
+    def lanes_of(self, number: int) -> frozenset[Leaf]:
+        """Return the lanes that a node's tile has in the open block."""
+        lanes = (self.lanes[-1] if leaf == self.hidden else leaf for leaf in self.depends[number])
+        return frozenset(lanes) & {*self.lanes}
 
     def home(self, leaves: Iterable[Leaf]) -> int:
         return super().home(leaves) if self.hidden is None else self.depth
@@ -174,11 +176,8 @@ class RowTiles(Emitter):
 
     def first_column(self) -> Expression:
         """Return the first column of the block."""
-        return self.seen() if self.shared is None else self.first_of_part() + self.seen()
-
-    def first_of_part(self) -> Expression:
-        assert self.shared is not None
-        return self.element(self.shared).value * self.shared.step
+        seen, shared = self.seen(), self.shared
+        return seen if shared is None else self.element(shared).value * shared.step + seen
 
     def counts_of_parts(self) -> Expression:
         """Return the number of columns of each program's part of a row, as float32."""
@@ -278,7 +277,8 @@ class RowTiles(Emitter):
             for k, axis in enumerate(axes)
         )
         wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in leaves[self.fused.get(last, last)]}
-        wide[lanes[-1]] = replace(lanes[-1], name="pair_i", extent=2 * lanes[-1].lanes)
+        name = "pair_i" if self.hidden is None else "pair_rest"
+        wide[lanes[-1]] = replace(lanes[-1], name=name, extent=2 * lanes[-1].lanes)
         self.lanes = [wide.get(leaf, leaf) for leaf in lanes]
         self.leaves = {k: [wide.get(leaf, leaf) for leaf in of_axis] for k, of_axis in leaves.items()}
         yield
@@ -290,8 +290,9 @@ class RowTiles(Emitter):
 
     def load_pair(self, left: int, right: int) -> None:
         """Emit two loads as one of twice the columns."""
-        node, lanes = self.loops.nodes[left], frozenset(self.lanes) & self.depends[left]
+        node = self.loops.nodes[left]
         assert isinstance(node, Load)
+        lanes = self.of_index(node.index) & {*self.lanes}
         shape = self.shape(lanes).items
         with self.doubled():
             tile = self.loaded(replace(node, index=self.index_of_pair(node.index)), as_held=True)

@@ -35,18 +35,15 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
     operands_of,
-    store_operands,
 )
 from fusion_compiler.ir.syntax import Expression, Items, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import waiting
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
 
-aten = torch.ops.aten
 AHEAD = 3  # elements in flight along a ragged axis of a single row
 AT_ONCE = 4  # elements along a ragged axis of many rows that load together
 FEW = 2  # most ragged reductions for which that pays: with 28 in four nests, ptxas took 28 s instead of four
-KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
 
 
 class RowEmitter(RowTiles):
@@ -59,8 +56,6 @@ class RowEmitter(RowTiles):
         the partial results of programs."""
         self.place_grid(number)
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
-        stored = (o for store in self.loops.stores for o in store_operands(store))
-        self.wanted = [*self.a.across_rows, *stored]
         rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
         if loops := self.loops_of(rows):
@@ -282,10 +277,10 @@ class RowEmitter(RowTiles):
         first, last = (self.tile(n) for n in self.loops.axes[axis].bounds)
         coordinates = (i for i, n in enumerate(self.loops.nodes) if isinstance(n, Coordinate))
         (place,) = (i for i in coordinates if axis in _keys(self.loops.nodes[i]))
-        lanes = self.depends[number] & {*self.lanes}
+        lanes = self.lanes_of(number)
         shape = self.shape(lanes) if lanes or self.keeps else Items(())
         total = self.state("total", tl.full(shape, monoids.neutral(node), node.dtype))
-        is_single_row = not self.keeps and not self.depends[within] & {*self.lanes}
+        is_single_row = not self.keeps and not self.lanes_of(within)
         turn = self.number_in(leaf)
         if is_single_row:
             turns, here = Range(first.value, last.value, stages=AHEAD), Tile(turn)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_compiler.codegen.assemble import rewritten
+from fusion_compiler.codegen.assemble import rewritten_by
 from fusion_compiler.codegen.builder import Builder
 from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.regions import whole_block
@@ -187,7 +187,7 @@ def _program(
         words = fm.words_block(seed, first // 4 + tl.arange(0, BLOCK // 4), parameter)
         b.env[value] = b.let("rounded", fm.stochastic(b.env[value], words))
     whole_block(b)
-    return rewritten(b)
+    return rewritten_by(b)
 
 
 def _doc(name: str, bodies: Sequence[_Body]) -> str:

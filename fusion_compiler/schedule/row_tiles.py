@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
-from fusion_compiler.schedule.analysis import Analysis, part_cols
+from fusion_compiler.schedule.analysis import Analysis, ceil_div, part_cols
 from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
@@ -16,6 +17,9 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
         return None
     if a.weighted or a.products or a.ahead:
         return None
+    lanes = a.size(COLS) + max(s.word - 1, 0)
+    if s.splits > 1 and ceil_div(lanes, hint(part_cols(a, s))) != s.splits:
+        return None  # some programs would have no columns
     directives: list[Directive] = []
     for group in GROUPS:
         axes = a.axes[group]
@@ -59,9 +63,7 @@ def _rows(name: str, s: Schedule) -> list[Directive]:
 def _cols(name: str, a: Analysis, s: Schedule) -> list[Directive]:
     directives: list[Directive] = []
     if s.splits > 1:
-        part = part_cols(a, s)
-        assert isinstance(part, int)
-        directives += [Split(name, part), At(f"{name}.o", Place.SHARED)]
+        directives += [Split(name, hint(part_cols(a, s))), At(f"{name}.o", Place.SHARED)]
         name = f"{name}.i"
     if s.cols is Cols.WHOLE:
         return [*directives, At(name, Place.LANES)]

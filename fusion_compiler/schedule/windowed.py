@@ -62,7 +62,7 @@ BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
 
 @dataclass(frozen=True)
 class Windows:
-    """What a nest's windows look like; numbers are those of axes.
+    """Windows describe the axes of a nest by their numbers.
 
     vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
     are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
@@ -175,7 +175,7 @@ def _remainders(loops: LoopNest) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How a tile covers a nest with windows.
+    """A shape says how a tile covers a nest with windows.
 
     block: of the vector's elements. unrolled: sliding positions side by side. lanes: of the sliding position.
     rows: of the first other position. parts: programs that share a reduction over the first of the parted

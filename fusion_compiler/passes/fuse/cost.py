@@ -1,4 +1,4 @@
-"""What clusters cost, and the calls beside them: the search compares these.
+"""Predict what clusters and the calls beside them cost, which the search compares.
 
 A cluster takes what the best of its schedules takes (`schedule.cost` is the roofline of one); library calls
 and eager's kernels have a roofline of their own.
@@ -82,8 +82,8 @@ def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINT
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
-    """Of loop nests that share a launch. What bounds the longest bounds them, where they are not over with
-    their launch; several that would be are short of programs together as well."""
+    """Return the cost of loop nests that share a launch. What bounds the longest nest bounds them, unless
+    each takes no longer than its launch: then they have too few programs together as well."""
     if len(costs) == 1:
         return costs[0]
     us = sum(c.us for c in costs) - (sum(c.us > 0 for c in costs) - 1) * device.launch_us

@@ -51,7 +51,7 @@ def _fits(search: Search, group: Sequence[int], number: int) -> bool:
 
 
 def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset[str], int]:
-    """What decides how many warps a program has and what each of them keeps.
+    """Return what decides how many warps a program has, and what each of them keeps.
 
     A launch has one number of warps, and the registers of its hungriest candidate for all. Programs that
     reduce nothing, or only over rows, hold tiles of a size that codegen chooses; those that reduce

@@ -141,8 +141,8 @@ def _no_pieces(a: Analysis, number: int) -> str | None:
 
 
 def known_places(a: Analysis, device: DeviceSpec) -> str | None:
-    """Where something is stored is known when it is: it waits for no reduction, and the value for none over
-    segments of rows."""
+    """Return why the place of a store is not known when its value is stored. A place may wait for no
+    reduction, and the value of such a store for none over segments of rows."""
     loops = a.loops
     waits: list[bool] = []
     for node in loops.nodes:

@@ -1,0 +1,134 @@
+"""Rows and columns under placements: what every form of a nest has in common, and what few forms have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_compiler.codegen import assemble
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, Store
+from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import placement_of
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from tests.exactness import Compiled, not_as_close
+
+FORMS = (
+    Schedule(1, 64, Cols.GRID),
+    Schedule(1, 64, Cols.GRID, programs=1),
+    Schedule(1, 64, Cols.GRID, programs=3),
+    Schedule(4, 32, Cols.GRID, programs=2),
+    Schedule(2, 64, Cols.WHOLE, programs=3),
+)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_random_numbers_do_not_depend_on_the_form(form: Schedule) -> None:
+    """Gradients of a mask that is made again need the mask of the forward pass, however that ran."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = F.dropout(x, 0.5, training=True)
+        return dropped, dropped.sum(0)
+
+    x, results = torch.rand(37, 64) + 1, []
+    for each in (FORMS[0], form):
+        torch.manual_seed(7)
+        results.append(Compiled(fn, schedules=lambda *_, each=each: (each,))(x))
+    (first, _), (dropped, total) = results
+    assert torch.equal(first, dropped) and 0.3 < (first == 0).float().mean() < 0.7
+    torch.testing.assert_close(total, first.sum(0))
+
+
+def products(x: Tensor) -> Tensor:
+    return torch.softmax(x[..., ::2] * x[..., 1::2], -1)
+
+
+def centred(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+@pytest.mark.parametrize("programs", [None, 2])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("fn", [products, centred])
+def test_the_last_block_of_a_loop_has_lanes_of_its_own(
+    fn: Callable[[Tensor], Tensor], rows: int, programs: int | None
+) -> None:
+    """Also of neighbours that are moved together."""
+    form = Schedule(rows, 64, Cols.LOOP, programs, num_warps=1)
+    x = torch.randn(7, 600)
+    ours = Compiled(fn, schedules=lambda *_: (form,))(x)
+    assert (problem := not_as_close(ours, fn(x), fn(x.double()))) is None, problem
+
+
+def sum_of_shared(width: int) -> LoopNest:
+    """Rows minus their sum and that of a vector, which all rows share."""
+    axes = (Axis("row_0", 3, ROWS), Axis("row_1", 5, ROWS), Axis("col", width, COLS))
+    index = Index(0, ((0, 5 * width), (1, width), (2, 1)))
+    nodes = (
+        Load("x", index, None, torch.float32),
+        Reduce("sum", 0, frozenset({2}), torch.float32),
+        Load("w", Index(0, ((2, 1),)), None, torch.float32),
+        Reduce("sum", 2, frozenset({2}), torch.float32),
+    )
+    stores = tuple(Store(f"out{n}", Index(0, ((0, 5), (1, 1))), n) for n in (1, 3))
+    return LoopNest(axes, nodes, stores, ("x", "sum", "w", "total"))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *FORMS[:3],
+        Schedule(2, 512, Cols.WHOLE),
+        Schedule(1, 128, Cols.LOOP, num_stages=3),
+        Schedule(1, 256, Cols.WHOLE, splits=2),
+        Schedule(2, 32, Cols.LOOP, splits=4),
+        Schedule(1, 512, Cols.WHOLE, programs=8, word=8),
+        Schedule(2, 128, Cols.WHOLE, programs=8, splits=3, word=8),
+    ],
+    ids=str,
+)
+def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
+    analysis = Analysis(sum_of_shared(317))
+    placement = placement_of(analysis, form)
+    assert placement is not None and Placement.parse(str(placement)) == placement
+    axes = placement.axes(analysis.loops.axes)
+    leaves = placement.leaves(analysis.loops.axes)
+    for number, axis in enumerate(axes):
+        extents = [hint(leaf.extent) for leaf in leaves if leaf.axis == number]
+        assert bool(extents) is (axis.name != "row_0" and axis.name != "row_1")
+        assert not extents or prod(extents) >= hint(axis.size)
+
+
+def test_every_program_that_shares_a_row_has_columns() -> None:
+    analysis = Analysis(sum_of_shared(317))
+    assert placement_of(analysis, Schedule(1, 128, Cols.WHOLE, splits=3)) is not None
+    assert placement_of(analysis, Schedule(1, 128, Cols.WHOLE, splits=4)) is None
+
+
+def test_misaligned_rows_do_not_add_up_what_lies_behind_a_vector() -> None:
+    """Whole words of it are shifted, of which the last may have other elements."""
+    loops = sum_of_shared(317)
+    form = Schedule(2, 128, Cols.WHOLE, programs=8, splits=3, word=8)
+    x, w = torch.randn(3, 5, 317), torch.randn(317)
+    around = torch.full((317 + 64,), 1e9)
+    around[:317] = w
+    truth = x.double().sum(-1), w.double().sum().expand(3, 5)
+    for ours, true in zip(computed(loops, form, x, around[:317]), truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-3)
+
+
+def computed(loops: LoopNest, form: Schedule, x: Tensor, w: Tensor) -> list[Tensor]:
+    """Return the results of a nest under one form, in the interpreter."""
+    shapes = {"x": (3, 5, 317), "w": (317,), "out1": (3, 5), "out3": (3, 5)}
+    buffers = {n: Buffer(n, s, torch.empty(s).stride(), torch.float32) for n, s in shapes.items()}
+    program = assemble.build((loops,), (form,), "rows", "", buffers)
+    tensors = {"x": x, "w": w}
+    return list(interpret(program, [tensors[b.name] for b in program.inputs], []))
