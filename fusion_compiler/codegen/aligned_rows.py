@@ -188,11 +188,11 @@ class AlignedRowEmitter(RowEmitter):
             return
         lane, lead, word = self.lane().value, self.lead(), self.word
         first, end = (lead + (word - 1)) // word * word, (lead + self.width) // word * word
-        whole = self.let("whole_words", (lane >= first) & (lane < end))
+        whole_words = self.let("whole_words", (lane >= first) & (lane < end))
         inside = self.inside(self.columns)
         assert inside is not None
-        self.add(StoreStatement(target.value, value.value, self.of_rows(whole), number))
-        mask = self.of_rows(inside.value ^ whole)
+        self.add(StoreStatement(target.value, value.value, self.of_rows(whole_words), number))
+        mask = self.of_rows(inside.value ^ whole_words)
         ends: Statement = StoreStatement(target.value, value.value, mask, number)
         if (at_an_end := self.is_at_an_end()) is not None:
             ends = If(at_an_end, [ends])

@@ -44,7 +44,7 @@ def emit(
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
     itemsizes = {buffer.name: buffer.dtype.itemsize for buffer in buffers.values()}
-    choices = [_exact(loops, found, itemsizes) for loops, found in zip(nests, choices, strict=True)]
+    choices = [_exact(loops, choice, itemsizes) for loops, choice in zip(nests, choices, strict=True)]
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}

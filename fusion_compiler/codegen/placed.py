@@ -168,14 +168,14 @@ class Emitter:
         self.products, self.node_axes = products_of(loops, placement), axes_of(loops.nodes)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
-            found = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
+            leaves_read = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
             if isinstance(node, Load | Coordinate | InRange | Random):
-                found |= self.of_index(node.index)
+                leaves_read |= self.of_index(node.index)
             elif isinstance(node, Scan):
-                found |= self.of_axes(axes_in(loops.axes, (COLS,)))
+                leaves_read |= self.of_axes(axes_in(loops.axes, (COLS,)))
             elif isinstance(node, Reduce):
-                found -= self.reduced_leaves(node)
-            self.depends.append(found)
+                leaves_read -= self.reduced_leaves(node)
+            self.depends.append(leaves_read)
         self.plain_maxima = frozenset[int]()  # which need not propagate NaN
         self.ends: dict[str, Dim | Expression] = {}  # of loops that do not go through all of their elements
         self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
@@ -493,7 +493,7 @@ class Emitter:
         unrolled = self.placed(self.depends[number], Place.UNROLL)
         return number, tuple((leaf, self.at[leaf]) for leaf in unrolled)
 
-    def known(self, number: int) -> Tile | None:
+    def cached(self, number: int) -> Tile | None:
         key = self.key(number)
         return next((s.tiles[key] for s in self.scopes[: self.depth + 1] if key in s.tiles), None)
 
@@ -502,14 +502,14 @@ class Emitter:
         node = self.loops.nodes[number]
         if isinstance(node, Constant):
             return Tile(lift(cast(float, node.value)))
-        tile = self.known(number)
+        tile = self.cached(number)
         if tile is None:
             with self.in_scope(self.home(self.depends[number])):
-                tile = self.reduced(number, node) if isinstance(node, Reduce) else self.made(number)
+                tile = self.reduced(number, node) if isinstance(node, Reduce) else self.emitted(number)
                 self.scopes[self.depth].tiles[self.key(number)] = tile
         return tile
 
-    def made(self, number: int) -> Tile:
+    def emitted(self, number: int) -> Tile:
         node = self.loops.nodes[number]
         match node:
             case Load():
@@ -620,18 +620,18 @@ class Emitter:
         offset, sizes, places = box.offset, list[int](), list[Expression]()
         for side in sides:
             terms, const = self.terms(side.index)
-            whole, rest = divmod(cast(int, const), side.apart)
+            first_place, rest = divmod(cast(int, const), side.apart)
             offset += rest * side.stride
             sizes.append(-(-(side.size - rest) // side.apart))
             scalars = [(leaf, c) for leaf, c in terms if isinstance(leaf, Leaf) and leaf != side.leaf]
             parts = [(self.element(leaf), cast(int, c) // side.apart) for leaf, c in scalars]
-            place = self.sum_of(parts, whole)
+            place = self.sum_of(parts, first_place)
             places.append(place.to(torch.int32) if self.wide and scalars else place)
         strides, block = [side.stride * side.apart for side in sides], [side.lanes for side in sides]
         with self.in_scope(0):
             pointer = plus(self.pointers[load.buffer], offset or None)
-            made = tl.make_tensor_descriptor(pointer, sizes, strides, block)
-            descriptor = self.let(f"{self.called(load.buffer)}_box", made)
+            new_descriptor = tl.make_tensor_descriptor(pointer, sizes, strides, block)
+            descriptor = self.let(f"{self.called(load.buffer)}_box", new_descriptor)
         value: Expression = Call(Member(descriptor, "load"), (Items(tuple(places)),))
         lanes = frozenset(side.leaf for side in sides if side.leaf is not None)
         in_tile = [-1 if side.leaf is None else self.lanes.index(side.leaf) for side in sides]
@@ -673,16 +673,16 @@ class Emitter:
         where they move the address by nothing but this index; of a box, those of all sides that are not just
         one axis."""
         if load in self.boxes:
-            whole = {Index(0, ((n, 1),)): axis.size for n, axis in enumerate(self.loops.axes)}
-            sides = (side for side in self.boxes[load].sides if whole.get(side.index) != side.size)
+            by_index = {Index(0, ((n, 1),)): axis.size for n, axis in enumerate(self.loops.axes)}
+            sides = (side for side in self.boxes[load].sides if by_index.get(side.index) != side.size)
             return frozenset[int]().union(*(_axes(side.index) for side in sides))
         steps = dict(load.index.terms)
         ranges = [] if load.within is None else list(self.ranges(load.within))
-        found = Counter(axis for index in ranges for axis in _axes(index))
+        counts = Counter(axis for index in ranges for axis in _axes(index))
         guarded = set[int]()
         for index in ranges:
             ratios = {quotient(steps.get(axis, 0), c) for axis, c in index.terms}
-            if len(ratios) == 1 and None not in ratios and all(found[axis] == 1 for axis in _axes(index)):
+            if len(ratios) == 1 and None not in ratios and all(counts[axis] == 1 for axis in _axes(index)):
                 guarded |= _axes(index)
         return frozenset(guarded)
 
@@ -778,9 +778,9 @@ class Emitter:
             case Constant(value):
                 return value
             case Coordinate(index):
-                return self.whole(index)
+                return self.constant_index(index)
             case InRange(index, low, high):
-                place = self.whole(index)
+                place = self.constant_index(index)
                 if place is None or not isinstance(low, int) or not isinstance(high, int):
                     return None
                 return low <= place < high
@@ -791,12 +791,12 @@ class Emitter:
                 return divided[1] if divided[0] is None else None
             case Compute(target, operands) if target in COMPARISONS:
                 left, right = (self.literal(a.node) if isinstance(a, Operand) else a for _, a in operands[:2])
-                known = isinstance(left, int | float) and isinstance(right, int | float)
-                return COMPARISONS[target](left, right) if known else None
+                are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+                return COMPARISONS[target](left, right) if are_numbers else None
             case _:
                 return None
 
-    def whole(self, index: Index) -> int | None:
+    def constant_index(self, index: Index) -> int | None:
         """Return an index that unrolled axes alone make up."""
         if any(key in self.fused for key, _ in index.terms):
             return None
@@ -903,9 +903,9 @@ class Emitter:
             with self.fixed(elements):
                 self.scopes[self.depth].tiles[self.key(n)] = self.folded(n, reduce, state)
         self.at = at
-        found = self.known(number)
-        assert found is not None
-        return found
+        tile = self.cached(number)
+        assert tile is not None
+        return tile
 
     def product(self, number: int, of: Product) -> Tile:
         """Return a sum of products that tensor cores make.
@@ -981,13 +981,13 @@ class Emitter:
 
     def behind(self, number: int) -> set[int]:
         """Return all nodes of which a node is computed."""
-        found, stack = set[int](), [*operands_of(self.loops.nodes[number])]
+        nodes, stack = set[int](), [*operands_of(self.loops.nodes[number])]
         while stack:
             n = stack.pop()
-            if n not in found:
-                found.add(n)
+            if n not in nodes:
+                nodes.add(n)
                 stack += operands_of(self.loops.nodes[n])
-        return found
+        return nodes
 
     @property
     def needed(self) -> set[int]:

@@ -90,7 +90,7 @@ class RowTiles(Emitter):
     def home(self, leaves: Iterable[Leaf]) -> int:
         return super().home(leaves) if self.hidden is None else self.depth
 
-    def known(self, number: int) -> Tile | None:
+    def cached(self, number: int) -> Tile | None:
         """Return a tile that is there; in a last block none that has the lanes of the others."""
         key = self.key(number)
         tiles = (scope.tiles[key] for scope in self.scopes[: self.depth + 1] if key in scope.tiles)
@@ -119,7 +119,7 @@ class RowTiles(Emitter):
         needed, stack = set[int](), list(numbers)
         while stack:
             number = stack.pop()
-            if number not in needed and self.known(number) is None:
+            if number not in needed and self.cached(number) is None:
                 needed.add(number)
                 inside = self.a.invariants.get(number)  # a loop over a ragged axis computes the rest
                 stack += self.read_by(self.loops.nodes[number]) if inside is None else inside
@@ -199,7 +199,7 @@ class RowTiles(Emitter):
 
     # -- values ----------------------------------------------------------------------------------------
 
-    def made(self, number: int) -> Tile:
+    def emitted(self, number: int) -> Tile:
         node = self.loops.nodes[number]
         if isinstance(node, Load) and self.is_kept(number, node):
             tile = self.loaded(node, as_held=True)
@@ -211,7 +211,7 @@ class RowTiles(Emitter):
         if isinstance(node, Load) and pair is not None and node.buffer not in self.empty:
             self.load_pair(*pair)
             return self.scopes[self.depth].tiles[self.key(number)]
-        return self.scanned(number, node) if isinstance(node, Scan) else super().made(number)
+        return self.scanned(number, node) if isinstance(node, Scan) else super().emitted(number)
 
     def computed(self, number: int, node: Compute) -> Tile:
         total = self.means.get(number)
@@ -271,9 +271,9 @@ class RowTiles(Emitter):
         """Emit accesses to twice as many columns."""
         axes, lanes, leaves = self.axes, self.lanes, self.leaves
         last = len(self.loops.axes) - 1
-        whole = {last, self.fused.get(last, last)}
+        fused_axes = {last, self.fused.get(last, last)}
         self.axes = tuple(
-            replace(axis, name="pair", size=product((axis.size, 2))) if k in whole else axis
+            replace(axis, name="pair", size=product((axis.size, 2))) if k in fused_axes else axis
             for k, axis in enumerate(axes)
         )
         wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in leaves[self.fused.get(last, last)]}

@@ -42,12 +42,12 @@ def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Produc
         return None
     axes, lanes = axes_of(loops.nodes), [leaf for leaf in leaves if leaf.place is Place.LANES]
     tiles = [{leaf for leaf in lanes if leaf.members & axes[factor]} for factor in factors]
-    terms, own = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
+    terms, sides = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
     reduced = {leaf for leaf in leaves if leaf.members & node.axes}
-    if reduced != terms or [len(terms), *map(len, own)] != [1, 1, 1]:
+    if reduced != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
         return None
     (few, vectors), (rows, matrix) = sorted(
-        ((next(iter(leaf)), factor) for leaf, factor in zip(own, factors, strict=True)),
+        ((next(iter(leaf)), factor) for leaf, factor in zip(sides, factors, strict=True)),
         key=lambda side: side[0].lanes,
     )
     terms_leaf = next(iter(terms))

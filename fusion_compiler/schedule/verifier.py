@@ -108,9 +108,9 @@ def placed_registers(loops: LoopNest, placement: Placement) -> float:
     tiles = 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):
-            own = [leaf for leaf in leaves if leaf.members & (axes[number] | axes[node.operand])]
+            of_sum = [leaf for leaf in leaves if leaf.members & (axes[number] | axes[node.operand])]
             kept = [leaf for leaf in leaves if leaf.members & axes[number] and leaf.place is Place.UNROLL]
-            lanes = prod(leaf.lanes for leaf in own if leaf.place is Place.LANES)
+            lanes = prod(leaf.lanes for leaf in of_sum if leaf.place is Place.LANES)
             tiles += prod(leaf.lanes for leaf in kept) * max(1.0, lanes / threads)
     widest = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
     return tiles + 2 * max(1.0, widest / threads)

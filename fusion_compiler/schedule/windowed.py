@@ -101,8 +101,8 @@ def windows_of(loops: LoopNest) -> Windows | None:
                     steps = sorted((abs(terms[a]), abs(terms[b])))
                     both.setdefault(a, (b, max(1, steps[1] // steps[0])))
         else:
-            whole = prod(sizes[key] for key in terms)
-            votes.update({key: whole for key, step in terms.items() if step == 1})
+            elements = prod(sizes[key] for key in terms)
+            votes.update({key: elements for key, step in terms.items() if step == 1})
             moves.append(terms)
     for terms in moves:
         both = _neighbours(terms, reduced, both)
@@ -110,10 +110,10 @@ def windows_of(loops: LoopNest) -> Windows | None:
     others = prod(sizes[k] for k in reduced - both.keys())
     are_reduced = inner < outer or (inner == outer and others == 1)
     pairs = {a if are_reduced else b: (b if are_reduced else a, stride) for a, (b, stride) in both.items()}
-    known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
+    are_known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
     if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
-        votes = Counter({key: whole for key, whole in votes.items() if key not in pairs})
-    if not pairs or not votes or not known:
+        votes = Counter({key: elements for key, elements in votes.items() if key not in pairs})
+    if not pairs or not votes or not are_known:
         return None
     vector = max(votes, key=votes.__getitem__)
     positions = [position for position, _ in pairs.values()]
@@ -147,21 +147,21 @@ def _neighbours(
 ) -> dict[int, tuple[int, int]]:
     """Return positions of windows and taps, with those that an access moves along by similar steps: where all
     windows lie inside of an image, no range names both."""
-    found, used = dict(both), {b for b, _ in both.values()}
+    chosen, used = dict(both), {b for b, _ in both.values()}
     pairs: list[tuple[int, int, int]] = []
     for a, b in itertools.product(reduced & terms.keys(), terms.keys() - reduced):
         steps = sorted((abs(terms[a]), abs(terms[b])))
         pairs.append((max(1, steps[1] // steps[0]), a, b))
     for ratio, a, b in sorted(pairs):
-        if a not in found and b not in used and ratio <= MOST_STRIDE:
-            found[a] = b, ratio
+        if a not in chosen and b not in used and ratio <= MOST_STRIDE:
+            chosen[a] = b, ratio
             used.add(b)
-    return found
+    return chosen
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
     """Return the axes of coordinates of which a remainder is taken, and by what."""
-    found: dict[int, int] = {}
+    divisors: dict[int, int] = {}
     for node in loops.nodes:
         if isinstance(node, Compute) and node.target in REMAINDERS:
             source, by = operand_of(node, "self"), dict(node.operands).get("other")
@@ -169,8 +169,8 @@ def _remainders(loops: LoopNest) -> dict[int, int]:
             by = by.value if isinstance(by, Constant) else by
             of = None if source is None else loops.nodes[source]
             if isinstance(of, Coordinate) and isinstance(by, int) and by > 1:
-                found |= {key: by for key, _ in of.index.terms if key >= 0}
-    return found
+                divisors |= {key: by for key, _ in of.index.terms if key >= 0}
+    return divisors
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ def best(
 ) -> tuple[Windows, _Shape] | None:
     """Return the windows of a nest and the shape of its best placement; None if it has none."""
     windows = windows_of(loops)
-    found = next(_legal(loops, windows, device, hints), None)
-    return None if windows is None or found is None else (windows, found[1])
+    candidate = next(_legal(loops, windows, device, hints), None)
+    return None if windows is None or candidate is None else (windows, candidate[1])
 
 
 def _legal(
@@ -377,10 +377,10 @@ def cost(
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> Cost:
     """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
-    found = best(loops, device, hints)
-    if found is None:
+    windows_and_shape = best(loops, device, hints)
+    if windows_and_shape is None:
         raise LookupError(REFUSAL)
-    windows, shape = found
+    windows, shape = windows_and_shape
 
     def moved(names: set[str]) -> int:
         infos = (buffers[name] for name in names)

@@ -215,7 +215,7 @@ class Lowering(Builder):
                 continue
             coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
             if coords is not None and is_bijection(coords, shape, self.extents):
-                stores += [self.store(name, own, piece=i) for i, own in enumerate(self.pieces(coords))]
+                stores += [self.store(name, at, piece=i) for i, at in enumerate(self.pieces(coords))]
             elif (places := self.beside(shape)) and self.dag.op(name).target is not put:
                 stores += [self.store(name, at) for at in places]
             else:

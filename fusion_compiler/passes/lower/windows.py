@@ -182,8 +182,8 @@ def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
     named, dtype = _named(op), op.outputs[0].dtype
     if not dtype.is_floating_point:
         raise Illegal("dtype", f"averages of {dtype} are rounded to whole numbers")
-    given = named["kernel_size"], named["stride"] or named["kernel_size"], named["padding"]
-    kernel, stride, padding = (tuple(n) * 2 if len(n) == 1 else tuple(n) for n in given)
+    geometry = named["kernel_size"], named["stride"] or named["kernel_size"], named["padding"]
+    kernel, stride, padding = (tuple(n) * 2 if len(n) == 1 else tuple(n) for n in geometry)
     if not all(isinstance(n, int) for n in (*kernel, *stride, *padding)):
         raise Illegal("size", f"the windows of {op.name} have sizes that are not known")
     sizes = _shape(build, image)[-2:], _shape(build, windows)[-2:]
