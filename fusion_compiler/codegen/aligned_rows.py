@@ -75,6 +75,11 @@ class AlignedRowEmitter(RowEmitter):
             lead = self.row().value * self.width % self.word
             return self.let("lead", lead.to(torch.int32) if self.wide else lead)
 
+    def name_of(self, lanes: Leaf) -> str:
+        """Return the name of the variable that numbers lanes: those of a whole row begin with its word."""
+        is_whole_row = lanes == self.lanes[-1] and not self.loops_of(self.of_axes(self.columns))
+        return "lane" if is_whole_row else super().name_of(lanes)
+
     def lane(self) -> Tile:
         """Return the numbers of lanes, counted from the word in which the row begins."""
         leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
@@ -109,12 +114,10 @@ class AlignedRowEmitter(RowEmitter):
         inside = self.joined(self.let("col_inside", value), col)
         return inside if rest is None else self.joined(rest.value & inside.value, rest, inside)
 
-    def is_zero_outside(self, number: int, axis: int) -> bool:
-        node = self.loops.nodes[number]
-        moves_words = isinstance(node, Load) and self.moves_words(node.index, node.within)
-        if axis in self.columns and (moves_words or (isinstance(node, Load) and self.shifts(node))):
-            return False  # words have elements of what lies beside
-        return super().is_zero_outside(number, axis)
+    def masks(self, load: Load, axis: int) -> bool:
+        """True if a load is zero outside of an axis: words have elements of what lies beside."""
+        moves_words = self.moves_words(load.index, load.within) or self.shifts(load)
+        return not (axis in self.columns and moves_words) and super().masks(load, axis)
 
     # -- accesses ------------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ from fusion_compiler.ir.loops import (
     axes_of,
     operands_of,
     store_operands,
+    with_operands,
 )
 from fusion_compiler.ir.loops import Value as Operand
 from fusion_compiler.ir.syntax import (
@@ -86,6 +87,7 @@ from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, products_of
 
 aten = torch.ops.aten
+ALL = aten.logical_and.default
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 NOWHERE = frozenset[Leaf]()
 POSITIONS = (torch.int32, torch.int64)  # dtypes of indices
@@ -176,18 +178,21 @@ class Emitter:
             elif isinstance(node, Reduce):
                 leaves_read -= self.reduced_leaves(node)
             self.depends.append(leaves_read)
+        self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
+        self.unrolled = [self.placed(of_node, Place.UNROLL) for of_node in self.depends]
         self.plain_maxima = frozenset[int]()  # which need not propagate NaN
         self.ends: dict[str, Dim | Expression] = {}  # of loops that do not go through all of their elements
         self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
-        self.wanted: list[int] = []  # nodes that are stored
+        self.needed = set[int]()  # nodes of which the program stores something
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
 
     def program(self, number: Expression, split: SplitReductions) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
-        self.wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
+        wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
+        self.needed = with_operands(self.loops, wanted)
         self.load_first()
         stores = [(self.of_store(store), partial(self.store, store)) for store in split.stores]
         stores += [(self.depends[n], partial(self.store_partial, n, of)) for n, of in split.kept.items()]
@@ -279,14 +284,19 @@ class Emitter:
             if len(self.lanes) > 1:
                 lanes = lanes[tuple(slice(None) if other is leaf else None for other in self.lanes)]
             with self.in_scope(0):
-                lanes = self.let(_identifier(leaf.name), lanes)
+                lanes = self.let(self.name_of(leaf), lanes)
             self.scopes[0].tiles[leaf.name] = Tile(lanes, frozenset({leaf}), True)
         return self.scopes[0].tiles[leaf.name]
 
+    def name_of(self, lanes: Leaf) -> str:
+        """Return the name of the variable that numbers lanes."""
+        return _identifier(lanes.name)
+
     def number_in(self, loop: Leaf) -> Name:
-        """Return the variable of a loop; it has the name of the axis if it goes through its elements."""
-        is_element = loop in self.turns and self.turns[loop].step == 1
-        return Name(self.axes[loop.axis].name if is_element else _identifier(loop.name))
+        """Return the variable of a loop. Where programs take turns, it is the first element of a block."""
+        name, is_in_turns = self.axes[loop.axis].name, loop in self.turns
+        is_block = is_in_turns and self.turns[loop].step != 1
+        return Name(f"first_{name}" if is_block else name if is_in_turns else _identifier(loop.name))
 
     def coordinate(self, axis: int) -> tuple[Tile | None, int]:
         """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
@@ -319,7 +329,7 @@ class Emitter:
 
     def step_of(self, leaf: Leaf) -> int:
         """Return how many elements lie between values of a leaf's variable that differ by one."""
-        return self.turns[leaf].step if leaf in self.turns else leaf.step
+        return 1 if leaf in self.turns else leaf.step
 
     def coordinate_of_member(self, axis: int) -> Tile | None:
         """Return the element number of an axis that others are fused with, or None if it is zero."""
@@ -444,9 +454,9 @@ class Emitter:
             values = Range(lift(0), lift(self.ends.get(leaf.name, leaf.extent)), stages=stages)
             if leaf in self.turns:
                 grid = self.turns[leaf]
-                end = ceil_div(self.axes[leaf.axis].size, grid.step)
-                first = self.element(grid).value if grid.extent != 1 else lift(0)
-                values = Range(first, lift(end), cast(int, grid.extent), stages)
+                end = product((ceil_div(self.axes[leaf.axis].size, grid.step), grid.step))
+                first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
+                values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
             outer.body.append(For(self.number_in(leaf), values, inner.body))
         self.scopes, self.depth = scopes, before
 
@@ -490,8 +500,7 @@ class Emitter:
         return Items(tuple(Literal(leaf.lanes if leaf in lanes else 1) for leaf in self.lanes))
 
     def key(self, number: int) -> object:
-        unrolled = self.placed(self.depends[number], Place.UNROLL)
-        return number, tuple((leaf, self.at[leaf]) for leaf in unrolled)
+        return number, tuple((leaf, self.at[leaf]) for leaf in self.unrolled[number])
 
     def cached(self, number: int) -> Tile | None:
         key = self.key(number)
@@ -649,10 +658,20 @@ class Emitter:
 
     def parts(self, condition: int) -> list[int]:
         """Return the nodes whose conjunction a condition is, without those that hold."""
-        node = self.loops.nodes[condition]
-        if isinstance(node, Compute) and node.target is aten.logical_and.default:
-            return [part for o in operands_of(node) for part in self.parts(o)]
-        return [] if self.literal(condition) is True else [condition]
+        return [part for part in self.conjuncts(condition) if self.literal(part) is not True]
+
+    def conjuncts(self, condition: int) -> list[int]:
+        """Return the nodes whose conjunction a condition is."""
+        visited, stack, conjuncts = set[int](), [condition], list[int]()
+        while stack:
+            number = stack.pop()
+            node = self.loops.nodes[number]
+            if number not in visited and isinstance(node, Compute) and node.target is ALL:
+                stack += reversed(operands_of(node))
+            elif number not in visited:
+                conjuncts.append(number)
+            visited.add(number)
+        return conjuncts
 
     def access(
         self, buffer: str, place: Tile, axes: frozenset[int], conditions: Iterable[Tile]
@@ -677,7 +696,7 @@ class Emitter:
             sides = (side for side in self.boxes[load].sides if by_index.get(side.index) != side.size)
             return frozenset[int]().union(*(_axes(side.index) for side in sides))
         steps = dict(load.index.terms)
-        ranges = [] if load.within is None else list(self.ranges(load.within))
+        ranges = [] if load.within is None else self.ranges(load.within)
         counts = Counter(axis for index in ranges for axis in _axes(index))
         guarded = set[int]()
         for index in ranges:
@@ -686,33 +705,48 @@ class Emitter:
                 guarded |= _axes(index)
         return frozenset(guarded)
 
-    def ranges(self, condition: int) -> Generator[Index]:
-        """Yield the indices that lie in a range wherever a condition holds."""
-        node = self.loops.nodes[condition]
-        if isinstance(node, InRange):
-            yield node.index
-        elif isinstance(node, Compute) and node.target is aten.logical_and.default:
-            for operand in operands_of(node):
-                yield from self.ranges(operand)
+    def ranges(self, condition: int) -> list[Index]:
+        """Return the indices that lie in a range wherever a condition holds."""
+        nodes = (self.loops.nodes[part] for part in self.conjuncts(condition))
+        return [node.index for node in nodes if isinstance(node, InRange)]
 
     def random(self, node: Random) -> Tile:
         """Return random numbers, with one Philox call for four neighbours where there are such."""
         words, seed = node.dtype is torch.uint32, self.tile(node.seed).value
-        terms, const = self.terms(self.merged(node.index))
-        innermost = self.lanes[-1] if self.lanes else None
-        others = [(x, c) for x, step in terms if x != innermost and (c := quotient(step, 4)) is not None]
-        by_four = (innermost, 1) in terms and len(others) == len(terms) - 1 and len(self.lanes) <= 2
-        first = quotient(const, 4)
-        if innermost is None or not by_four or first is None or innermost.lanes < 4:
+        counter = self.counter_of_four(self.merged(node.index))
+        if counter is None:
             index = self.index(node.index)
             place = index.value if node.index.terms else tl.full([], index.value, torch.int32)
             return self.joined((fm.words if words else fm.uniform)(seed, place, node.salt), index)
+        value = (fm.words_block if words else fm.uniform_block)(seed, counter.value, node.salt)
+        return replace(counter, value=value)
+
+    def counter_of_four(self, index: Index) -> Tile | None:
+        """Return a quarter of an index for every fourth of the innermost lanes, which are neighbours there;
+        None if it is no integer or they are no neighbours."""
+        innermost, const = self.lanes[-1] if self.lanes else None, index.const
+        if innermost is None or innermost.lanes < 4 or len(self.lanes) > 2:
+            return None
+        neighbours, parts = False, list[tuple[Tile | None, Dim]]()
+        for key, step in index.terms:
+            if key < 0 or innermost not in self.leaves[key]:
+                base, offset = self.coordinate(key) if key >= 0 else (self.tile(~key), 0)
+                const = const + step * offset
+                parts.append((base, step))
+                continue
+            if key in self.fused:  # neighbours of the fused axis are none of this one
+                return None
+            of_axis, rest = self.terms(Index(0, ((key, step),)))
+            neighbours, const = (innermost, 1) in of_axis, const + rest
+            parts += [(self.element(x), c) for x, c in of_axis if isinstance(x, Leaf) and x != innermost]
+        quarters = [(tile, quotient(step, 4)) for tile, step in parts if tile is not None]
+        by_four = [(tile, step) for tile, step in quarters if step is not None]
+        first = quotient(const, 4)
+        if not neighbours or first is None or len(by_four) < len(quarters):
+            return None
         quarter = tl.arange(0, innermost.lanes // 4)
-        parts = [(self.element(x) if isinstance(x, Leaf) else self.tile(x), c) for x, c in others]
         lanes = Tile(quarter[None, :] if len(self.lanes) > 1 else quarter, frozenset({innermost}), True)
-        counter = self.sum_of([*parts, (lanes, 1)], first)
-        tiles = (*(tile for tile, _ in parts), lanes)
-        return self.joined((fm.words_block if words else fm.uniform_block)(seed, counter, node.salt), *tiles)
+        return self.joined(self.sum_of([*by_four, (lanes, 1)], first), lanes, *(tile for tile, _ in by_four))
 
     def checked(self, node: Checked) -> Tile:
         index = self.tile(node.position)
@@ -784,13 +818,16 @@ class Emitter:
                 if place is None or not isinstance(low, int) or not isinstance(high, int):
                     return None
                 return low <= place < high
-            case Compute(aten.logical_and.default):
-                operands = [self.literal(o) for o in operands_of(node)]
+            case Compute(target) if target is ALL:
+                operands = [self.literal(part) for part in self.conjuncts(number)]
                 return False if False in operands else True if all(o is True for o in operands) else None
             case Compute() if (divided := self.divided(node)) is not None:
                 return divided[1] if divided[0] is None else None
             case Compute(target, operands) if target in COMPARISONS:
-                left, right = (self.literal(a.node) if isinstance(a, Operand) else a for _, a in operands[:2])
+                nodes, sides = self.loops.nodes, [a for _, a in operands[:2]]
+                if any(isinstance(a, Operand) and nodes[a.node].dtype is torch.bool for a in sides):
+                    return None
+                left, right = (self.literal(a.node) if isinstance(a, Operand) else a for a in sides)
                 are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
                 return COMPARISONS[target](left, right) if are_numbers else None
             case _:
@@ -846,21 +883,29 @@ class Emitter:
         value = None if condition is None else self.literal(condition)
         return None if value is None else operand_of(node, "self" if value else "other")
 
+    def in_tile(self, number: int) -> list[int]:
+        """Return a node and those that it is computed of without a reduction, operands first."""
+        return sorted(with_operands(self.loops, (number,), self.reductions))
+
     def is_dead(self, number: int) -> bool:
         """True if a node is zero because of an element that is not there."""
-        node = self.loops.nodes[number]
-        if isinstance(node, Load):
-            return node.within is not None and self.literal(node.within) is False
-        if not isinstance(node, Compute):
-            return isinstance(node, Constant) and node.value == 0
-        if node.target is aten.where.self:
-            source = self.chosen(node)
-            return source is not None and self.is_dead(source)
-        if node.target is aten.div.Tensor and not isinstance(dict(node.operands)["other"], int | float):
-            return False  # zero divided by zero is none
-        if node.target in (aten.mul.Tensor, aten.div.Tensor, aten._to_copy.default):
-            return any(self.is_dead(o) for o in operands_of(node))
-        return False
+        dead = set[int]()
+        for n in self.in_tile(number):
+            node = self.loops.nodes[n]
+            if isinstance(node, Load):
+                is_dead = node.within is not None and self.literal(node.within) is False
+            elif not isinstance(node, Compute):
+                is_dead = isinstance(node, Constant) and node.value == 0
+            elif node.target is aten.where.self:
+                is_dead = self.chosen(node) in dead
+            elif node.target is aten.div.Tensor:  # zero divided by zero is none
+                is_dead = operand_of(node, "self") in dead and operand_of(node, "other") is None
+            else:
+                is_linear = node.target in (aten.mul.Tensor, aten._to_copy.default)
+                is_dead = is_linear and not dead.isdisjoint(operands_of(node))
+            if is_dead:
+                dead.add(n)
+        return number in dead
 
     # -- reductions ----------------------------------------------------------------------------------------
 
@@ -970,7 +1015,7 @@ class Emitter:
             same = self.loops_of(self.reduced_leaves(node)) == around
             if not same or self.home(self.depends[n]) != home or not self.is_open(self.depends[n]):
                 continue
-            if any(isinstance(self.loops.nodes[m], Reduce) for m in self.behind(n)):
+            if not self.reductions.isdisjoint(with_operands(self.loops, operands_of(node))):
                 continue
             chosen.append(n)
         return sorted(chosen)
@@ -978,21 +1023,6 @@ class Emitter:
     def is_open(self, leaves: Iterable[Leaf]) -> bool:
         loops = {scope.loop for scope in self.scopes[: self.depth + 1]}
         return all(leaf in loops for leaf in self.loops_of(leaves))
-
-    def behind(self, number: int) -> set[int]:
-        """Return all nodes of which a node is computed."""
-        nodes, stack = set[int](), [*operands_of(self.loops.nodes[number])]
-        while stack:
-            n = stack.pop()
-            if n not in nodes:
-                nodes.add(n)
-                stack += operands_of(self.loops.nodes[n])
-        return nodes
-
-    @property
-    def needed(self) -> set[int]:
-        """Return the nodes of which the program stores something."""
-        return set(self.wanted).union(*(self.behind(n) for n in self.wanted))
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
@@ -1009,10 +1039,12 @@ class Emitter:
 
     def operand_is_block(self, number: int) -> bool:
         """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""
-        node = self.loops.nodes[number]
-        lanes = self.placed(self.depends[number], Place.LANES)
-        folds = isinstance(node, Reduce) and self.placed(self.reduced_leaves(node), Place.LANES)
-        return bool(lanes or folds) or any(self.operand_is_block(o) for o in operands_of(node))
+        return any(
+            self.placed(self.depends[n], Place.LANES)
+            or (isinstance(node, Reduce) and self.placed(self.reduced_leaves(node), Place.LANES))
+            for n in with_operands(self.loops, (number,))
+            for node in (self.loops.nodes[n],)
+        )
 
     def term(self, number: int, node: Reduce) -> Tile | None:
         """Return a reduction's operand, neutral where no element is; None if it adds nothing."""
@@ -1037,20 +1069,30 @@ class Emitter:
 
     def is_zero_outside(self, number: int, axis: int) -> bool:
         """True if a node is zero outside of an axis: loads are, and products of such values."""
-        node = self.loops.nodes[number]
-        match node:
-            case Load():
-                return axis in _axes(node.index) - self.guarded(node)
-            case Constant(value):
-                return value == 0
-            case Compute(target, _):
-                zeros = [self.is_zero_outside(o, axis) for o in operands_of(node)]
-                if target is aten.mul.Tensor:  # zero times infinity is none
-                    finite = [isinstance(self.loops.nodes[o], Constant) for o in operands_of(node)]
-                    return any(zeros) and all(map(operator.or_, zeros, finite))
-                return target in KEEP_ZERO and bool(zeros) and all(zeros) and len(zeros) == _arity(node)
-            case _:
-                return False
+        zero, nodes = set[int](), self.loops.nodes
+        for n in self.in_tile(number):
+            match nodes[n]:
+                case Load() as load:
+                    is_zero = self.masks(load, axis)
+                case Constant(value):
+                    is_zero = value == 0
+                case Compute(target) as node:
+                    operands = operands_of(node)
+                    if target is aten.mul.Tensor:  # zero times infinity is none
+                        finite = (o in zero or isinstance(nodes[o], Constant) for o in operands)
+                        is_zero = not zero.isdisjoint(operands) and all(finite)
+                    else:
+                        is_zero = target in KEEP_ZERO and len(operands) == _arity(node) > 0
+                        is_zero = is_zero and zero.issuperset(operands)
+                case _:
+                    is_zero = False
+            if is_zero:
+                zero.add(n)
+        return number in zero
+
+    def masks(self, load: Load, axis: int) -> bool:
+        """True if a load is zero outside of an axis."""
+        return axis in _axes(load.index) - self.guarded(load)
 
     def folded(
         self, number: int, node: Reduce, state: Tile, base: str | None = None, join_key: object = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -339,16 +340,19 @@ class RowTiles(Emitter):
                 value = convert(fm.again(self.kept[n]), self.dtypes[node.buffer], node.dtype)
                 tiles[self.key(n)] = replace(tile, value=self.state(self.called(node.buffer), value, n))
             elif tile is not None and isinstance(node, Compute) and self.is_full(n):
-                if n not in read or not self.takes_long(n):
+                if n not in read or n not in self.slow:
                     del tiles[self.key(n)]
 
     def is_full(self, number: int) -> bool:
         return self.a.groups[number] == frozenset({ROWS, COLS})
 
-    def takes_long(self, number: int) -> bool:
-        """True if computing a tile from loaded values takes special functions."""
-        node = self.loops.nodes[number]
-        if not isinstance(node, Compute) or not self.is_full(number):
-            return False
-        spec = spec_of(node.target)
-        return spec is None or spec.special > 0 or any(map(self.takes_long, operands_of(node)))
+    @cached_property
+    def slow(self) -> frozenset[int]:
+        """Return the tiles that take special functions to compute from loaded values."""
+        slow = set[int]()
+        for n, node in enumerate(self.loops.nodes):
+            if isinstance(node, Compute) and self.is_full(n):
+                spec = spec_of(node.target)
+                if spec is None or spec.special > 0 or not slow.isdisjoint(operands_of(node)):
+                    slow.add(n)
+        return frozenset(slow)

@@ -64,7 +64,7 @@ class _Printer:
     def printed(self) -> str:
         function = self.function
         self.lines = ["@triton.jit", f"def {function.name}({', '.join(map(str, function.parameters))}):"]
-        if function.doc is not None:
+        if function.doc:
             quoted = "\n    ".join(function.doc.split("\n")).replace("\n    \n", "\n\n")
             self.lines.append(f'    """{quoted}"""')
         self.block(function.body, 1)

@@ -206,7 +206,7 @@ class Function:
     name: str
     parameters: tuple[Name, ...]
     body: list[Statement]
-    doc: str | None = None
+    doc: str = ""
 
 
 def expressions(statement: Statement) -> Iterator[Expression]:
