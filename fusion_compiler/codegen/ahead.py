@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusion_compiler.codegen.axis_map import cols_at
-from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.tile import Assign, Return
+from fusion_compiler.codegen.rows import RowEmitter
+from fusion_compiler.codegen.tile import Return, Statement
 from fusion_compiler.ir.loops import COLS, ROWS, LoopNest, Node, operands_of, renumber, with_operands
 from fusion_compiler.ir.syntax import Expression, Var
 from fusion_compiler.schedule.analysis import Analysis, waiting
@@ -56,24 +54,17 @@ def replicated_of(a: Analysis) -> Replicated | None:
     return Replicated(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 
 
-def enter(b: Builder, ahead: Replicated, inner: Builder, call: Expression) -> None:
-    """Let a builder call the function when the first of its results is needed. inner: the builder of the
-    function, in which the results have names."""
-
-    def build() -> None:
-        for n in ahead.results:
-            b.env[n] = Var(inner.variable(ahead.numbers[n]).base)
-        b.add(Assign(tuple(b.env[n] for n in ahead.results), call))
-
-    b.ahead = frozenset(ahead.results)
-    b.made |= dict.fromkeys(ahead.results, build)
-
-
-def body(inner: Builder, caller: Builder, ahead: Replicated) -> None:
-    """Build the function's statements."""
+def statements_of(inner: RowEmitter, caller: RowEmitter, ahead: Replicated) -> list[Statement]:
+    """Return the function's statements. inner: emits them."""
     inner.rough = frozenset(n for outer, n in ahead.numbers.items() if outer in caller.rough)
-    cols_at(inner, None)
     results = [ahead.numbers[n] for n in ahead.results]
-    build_nodes(inner, inner.need(results))
-    build_nodes(inner, inner.need(results))  # values of a mean that was corrected since
-    inner.add(Return(tuple(map(inner.variable, results))))
+    inner.compute(sorted(inner.needed_by(results)))
+    inner.compute(sorted(inner.needed_by(results)))  # values of a mean that was corrected since
+    inner.add(Return(tuple(inner.tile(n).value for n in results)))
+    return inner.scopes[0].body
+
+
+def enter(caller: RowEmitter, ahead: Replicated, inner: RowEmitter, call: Expression) -> None:
+    """Let an emitter call the function when the first of its results is needed."""
+    names = {n: inner.variable_of(inner.tile(ahead.numbers[n])).base for n in ahead.results}
+    caller.ahead, caller.call = {n: Var(name) for n, name in names.items()}, call

@@ -23,7 +23,7 @@ from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import If, Statement
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
 from fusion_compiler.schedule.placement import Leaf, Place
@@ -95,10 +95,13 @@ class AlignedRowEmitter(RowEmitter):
         with self.in_scope(self.home(leaves)):
             return self.joined(self.let("lane", value), lanes)
 
-    def position(self, name: str, leaves: Iterable[Leaf]) -> Tile | None:
+    def unit_of(self, leaves: Iterable[Leaf], inner: Dim) -> int:
+        return 1 if any(leaf.members & self.columns for leaf in leaves) else super().unit_of(leaves, inner)
+
+    def position(self, name: str, leaves: Iterable[Leaf], unit: int = 1) -> Tile | None:
         leaves = list(leaves)
         if not leaves or not leaves[0].members & self.columns:
-            return super().position(name, leaves)
+            return super().position(name, leaves, unit)
         lane, lead = self.lane(), self.lead()
         with self.in_scope(self.home(leaves)):
             return self.joined(self.let(name, lane.value - lead), lane)

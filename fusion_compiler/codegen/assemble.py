@@ -14,11 +14,12 @@ from typing import Generic, TypeVar
 import sympy
 import torch
 
-from fusion_compiler.codegen import ahead, contractions
+from fusion_compiler.codegen import ahead
 from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.axis_map import FIRST, place_cols, row_loop, rows_at
 from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
+from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
 from fusion_compiler.codegen.names import GLOBAL, own
@@ -31,7 +32,7 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
-from fusion_compiler.codegen.placed import Emitter
+from fusion_compiler.codegen.placed import Emitter, Tile
 from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.sizes import name_sizes
@@ -56,7 +57,8 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
-from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.contractions import contractions_of, contracts
+from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.row_tiles import placement_of
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
@@ -355,53 +357,29 @@ class _Assembly(_Part[Schedule]):
         self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
     ) -> Builder:
         pointers = self.pointers | {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
-        builder = Builder(analysis, schedule, pointers, self.dtypes, load_options, self.empty)
-        contractions.enter(builder)
-        return builder
+        return Builder(analysis, schedule, pointers, self.dtypes, load_options, self.empty)
 
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         if self.placement is not None:
             emitter = self.emitter(self.placement)
+            functions = self.replicated_reductions(emitter, f"{name}_first")
             body, grid = emitter.rows_program(number, self.finishing)
-            functions = self.last_placed(body, f"{name}_last")
+            functions += self.last_program(emitter, f"{name}_last")
             body = rewritten(body, roundings(self.a, self.s, self.a.loops.stores))
             return functions, self.finished(body), grid
         b = self.builder(self.a, self.s)
-        first = self.replicated_reductions(b, f"{name}_first")
         grid = self.body(b, number)
-        last = self.last_program(b, f"{name}_last")
-        return [*first, *last], self.finished(rewritten_by(b)), grid
+        return [], self.finished(rewritten_by(b)), grid
 
     def emitter(
         self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
     ) -> RowEmitter:
-        kind = AlignedRowEmitter if placement.word else RowEmitter
+        is_contracting = contracts(self.a, self.s) and contractions_of(self.a)
+        kind = AlignedRowEmitter if placement.word else ContractingEmitter if is_contracting else RowEmitter
         mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
         return kind(self.a, placement, self.pointers | mails, self.dtypes, self.empty, load_options)
-
-    def last_placed(self, body: list[Statement], name: str) -> list[Function]:
-        """Let the program that draws the last ticket run the second stage (see `last_program`)."""
-        second = self.finishing
-        if second is None or second.counter is None:
-            return []
-        part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        inner = part.only_program({"cache_modifier": Literal(".cg")})
-        used, ticket = part.used(inner), Name(f"{second.counter.name}_ptr")
-        last = tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1)
-        body += [Do(tl.debug_barrier()), If(last, [Store(ticket, Literal(0)), Do(Global(name)(*used))])]
-        return [Function(name, used, inner)]
-
-    def only_program(self, load_options: Mapping[str, Expression]) -> list[Statement]:
-        """Return the statements of the only program of a grid."""
-        if self.placement is not None:
-            emitter = self.emitter(self.placement, load_options)
-            body, _ = emitter.rows_program(FIRST, None)
-            return rewritten(body, roundings(self.a, self.s, self.a.loops.stores))
-        builder = self.builder(self.a, self.s, load_options)
-        self.body(builder, FIRST)
-        return rewritten_by(builder)
 
     def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
         """Build the main part, and return its grid."""
@@ -464,19 +442,21 @@ class _Assembly(_Part[Schedule]):
             mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
             b.add(Store(plus(Name(f"{partial.name}_ptr"), index), sums.folded(b, number), mask))
 
-    def replicated_reductions(self, b: Builder, name: str) -> list[Function]:
+    def replicated_reductions(self, emitter: RowEmitter, name: str) -> list[Function]:
         """Return the function that computes replicated reductions (`codegen/ahead.py`), if there are any."""
         replicated = ahead.replicated_of(self.a)
         if replicated is None:
             return []
-        inner = self.builder(Analysis(replicated.loops), replicated.schedule(self.s.num_warps))
-        ahead.body(inner, b, replicated)
-        body = rewritten_by(inner)
+        nest, schedule = Analysis(replicated.loops), replicated.schedule(self.s.num_warps)
+        placement = placement_of(nest, schedule)
+        assert placement is not None
+        inner = RowEmitter(nest, placement, self.pointers, self.dtypes, self.empty, NO_OPTIONS)
+        body = rewritten(ahead.statements_of(inner, emitter, replicated), roundings(nest, schedule, ()))
         used = self.used(body)
-        ahead.enter(b, replicated, inner, Global(name)(*used))
+        ahead.enter(emitter, replicated, inner, Global(name)(*used))
         return [Function(name, used, body)]
 
-    def last_program(self, b: Builder, name: str) -> list[Function]:
+    def last_program(self, emitter: RowEmitter, name: str) -> list[Function]:
         """Let the program that draws the last ticket run the second stage and set the counter back to zero.
 
         That program sees all partial results: a draw, after a barrier of all threads, releases and acquires,
@@ -487,22 +467,25 @@ class _Assembly(_Part[Schedule]):
         if second is None or second.counter is None:
             return []
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        inner = part.builder(part.a, part.s, {"cache_modifier": Literal(".cg")})
-        by_block, block = part.s.cols is Cols.GRID, own("block")
-        loaded = {place: Name(f"{b.variable(n).base}_{place}") for n, place in second.loads.items()}
-        inner.env |= loaded
-        part.body(inner, block)
-        body = rewritten_by(inner)
-        pointers, blocks = part.used(body), [block] if by_block else []
-        call = Global(name)(*blocks, *map(b.variable, second.loads), *pointers)
-        b.do(tl.debug_barrier())
-        ticket = Name(f"{second.counter.name}_ptr")
-        if by_block:
-            ticket = plus(ticket, b.define("block", own("first_col") // self.s.block_cols))
-        with b.inside(If(tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1))):
-            b.add(Store(ticket, Literal(0)))
-            b.do(call)
-        return [Function(name, (*blocks, *loaded.values(), *pointers), body)]
+        assert part.placement is not None
+        inner = part.emitter(part.placement, {"cache_modifier": Literal(".cg")})
+        loads = {place: emitter.variable_of(emitter.tile(n)) for n, place in second.loads.items()}
+        names = {place: Name(f"{variable.base}_{place}") for place, variable in loads.items()}
+        for place, loaded in names.items():
+            lanes = inner.depends[place] & {*inner.lanes}
+            inner.scopes[0].tiles[inner.key(place)] = Tile(loaded, lanes, True)
+        blocks = [leaf for leaf in emitter.of_axes(emitter.columns) if leaf.place is Place.GRID]
+        blocks = [leaf for leaf in blocks if leaf.extent != 1]
+        numbers = [emitter.element(leaf).value for leaf in blocks]
+        parameters = [Name("block") for _ in blocks]
+        body, _ = inner.rows_program(parameters[0] if blocks else FIRST, None)
+        body = rewritten(body, roundings(part.a, part.s, part.a.loops.stores))
+        pointers, ticket = part.used(body), plus(Name(f"{second.counter.name}_ptr"), *numbers)
+        last = tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1)
+        call = Global(name)(*numbers, *loads.values(), *pointers)
+        emitter.add(Do(tl.debug_barrier()))
+        emitter.add(If(last, [Store(ticket, Literal(0)), Do(call)]))
+        return [Function(name, (*parameters, *names.values(), *pointers), body)]
 
 
 class _Placed(_Part[Placement]):

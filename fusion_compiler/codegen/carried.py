@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.moments import is_exact, scale_of
@@ -39,6 +40,9 @@ class Plain:
     @property
     def numbers(self) -> tuple[int, ...]:
         return (self.number,)
+
+    def reads(self, e: RowTiles) -> tuple[int, ...]:
+        return (e.reduction(self.number).operand,)
 
     def start(self, e: RowTiles) -> tuple[Var, ...]:
         return (e.variable_of(e.started(self.number)),)
@@ -69,8 +73,9 @@ class Plain:
 
     def _key(self, e: RowTiles) -> object:
         """Return the key of sums that may be folded together (`passes.joined`)."""
-        if not e.a.is_sum(self.number):
-            return None
+        return self.shape_key(e) if e.a.is_sum(self.number) else None
+
+    def shape_key(self, e: RowTiles) -> tuple[object, ...]:
         return "state", e.a.level[self.number], e.a.groups[e.reduction(self.number).operand]
 
 
@@ -89,6 +94,9 @@ class Softmax:
     @property
     def numbers(self) -> tuple[int, ...]:
         return (self.peak, self.total)
+
+    def reads(self, e: RowTiles) -> tuple[int, ...]:
+        return (e.reduction(self.peak).operand,)
 
     def start(self, e: RowTiles) -> tuple[Var, ...]:
         lanes = self._lanes(e)
@@ -164,6 +172,9 @@ class Moments:
     def numbers(self) -> tuple[int, ...]:
         return (self.total, self.squares)
 
+    def reads(self, e: RowTiles) -> tuple[int, ...]:
+        return (e.reduction(self.total).operand,)
+
     def start(self, e: RowTiles) -> tuple[Var, ...]:
         shape = e.shape_of_rows(e.reduction(self.total).operand)
         zero = tl.full(shape, 0.0, e.reduction(self.squares).dtype)
@@ -210,7 +221,23 @@ class Moments:
         return {self.mean: state[0], self.squares: state[1]}
 
 
-State = Plain | Softmax | Moments
+class State(Protocol):
+    """What a pass keeps for some reductions, `numbers`."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]: ...
+
+    def reads(self, e: RowTiles) -> tuple[int, ...]:
+        """Return the nodes that a pass computes for it."""
+        ...
+
+    def start(self, e: RowTiles) -> tuple[Var, ...]: ...
+    def step(self, e: RowTiles, state: Sequence[Var]) -> None: ...
+    def fold(self, e: RowTiles, state: Sequence[Var]) -> None: ...
+    def end(self, e: RowTiles, state: Sequence[Var]) -> None: ...
+    def single(self, e: RowTiles) -> tuple[Var, ...]: ...
+    def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None: ...
+    def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]: ...
 
 
 def states_of(e: RowTiles, reductions: Sequence[int]) -> list[State]:

@@ -8,20 +8,22 @@ eager's own roundings. A matrix with fewer bits is used as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen import pieces
-from fusion_compiler.codegen.builder import Builder, Packed
-from fusion_compiler.codegen.nodes import build_nodes
+from fusion_compiler.codegen.carried import State
+from fusion_compiler.codegen.pieces import Packed, PackedSums, PieceEmitter, padded, values_of
+from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign
-from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, operands_of
-from fusion_compiler.ir.syntax import Expression, Operand, Variable, fm, tl
-from fusion_compiler.schedule.analysis import rounding_of
-from fusion_compiler.schedule.contractions import Contraction, contractions_of, contracts, parts_of
-from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE
+from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
+from fusion_compiler.ir.syntax import Expression, Name, Var, fm, tl
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.contractions import Contraction, contractions_of, parts_of
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.tile_products import ONE
 
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
 
@@ -40,172 +42,186 @@ class Terms:
         return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
 
 
-def enter(b: Builder) -> None:
-    """Register the contracted sums with a builder, and how they and their pieces are built."""
-    if not contracts(b.a, b.s):
-        return
-    suited = [c for c in contractions_of(b.a) if terms_of(b, c) is not None]
-    b.contracted = {i: c for c in suited for i in c.sums}
-    b.as_loaded = frozenset(i for c in suited for i in _kept_as_loaded(b, c))
-    for c in suited:
-        b.tiles[c.sums] = lambda c=c: _build(b, c)
-        b.made |= dict.fromkeys(c.sums, lambda c=c: _build_and_unpack(b, c.sums))
-    if b.a.weighted_columns:
-        return
-    groups, _ = pieces.together(b, b.stores_of("main"))
-    for nodes in (*(c.vectors for c in suited if pieces.alike(b, c.vectors)), *(g.values for g in groups)):
-        for sums in pieces.sums_in(b, nodes):
-            b.packed_sums |= dict.fromkeys(sums, sums)
-    b.made |= {i: lambda sums=sums: _build_and_unpack(b, sums) for i, sums in b.packed_sums.items()}
+class ContractingEmitter(PieceEmitter):
+    """Emits a nest with contractions under a placement whose tiles suit tensor units."""
 
+    def __init__(
+        self,
+        analysis: Analysis,
+        placement: Placement,
+        pointers: Mapping[str, Name],
+        dtypes: Mapping[str, torch.dtype],
+        empty: frozenset[str],
+        load_options: Mapping[str, Expression],
+    ) -> None:
+        super().__init__(analysis, placement, pointers, dtypes, empty, load_options)
+        suited = [c for c in contractions_of(self.a) if self.terms_of(c) is not None]
+        self.contracted = {i: c for c in suited for i in c.sums}
+        self.as_loaded = frozenset(i for c in suited for i in self._kept_as_loaded(c))
+        if self.a.weighted_columns:
+            return
+        groups, _ = self.together([s for s in self.loops.stores if s.value not in self.a.finish])
+        vectors = (c.vectors for c in suited if self.may_be_pieces(c.vectors))
+        for nodes in (*vectors, *map(values_of, groups)):
+            for sums in self.sums_in(nodes):
+                self.packed_sums |= dict.fromkeys(sums, sums)
 
-def terms_of(b: Builder, c: Contraction) -> Terms | None:
-    """Return the terms of a contraction, or None if too little of a float32 matrix would be represented."""
-    exact = any(i not in b.rough for i in c.sums)
-    dtypes = [_stored_dtype(b, n) for n in (c.matrix, *c.vectors)]
-    matrix = 1 if dtypes[0] in ONE else 2
-    if matrix == 2 and exact and dtypes[0] not in TWO:
-        return None
-    return Terms(matrix, 1 if all(d in ONE for d in dtypes[1:]) else 3 if exact else 2)
+    def states(self, reductions: Sequence[int]) -> list[State]:
+        together = {c.sums[0]: Contracted(c.sums[0], c) for c in self.contracted.values()}
+        of_pieces = {sums[0]: PackedSums(sums[0], sums) for sums in self.packed_sums.values()}
+        inner = self.contracted.keys() | self.packed_sums.keys()
+        states = super().states([n for n in reductions if n not in inner])
+        first = (n for n in reductions if n in together or n in of_pieces)
+        own = [together[n] if n in together else of_pieces[n] for n in first]
+        return sorted((*states, *own), key=lambda state: reductions.index(state.numbers[0]))
 
+    def operands(self, number: int) -> Iterable[int]:
+        contraction = self.contracted.get(number)
+        if contraction is None or self.pack_of(contraction.sums) is not None:
+            return super().operands(number)
+        return contraction.matrix, *contraction.vectors
 
-def _stored_dtype(b: Builder, number: int) -> torch.dtype | None:
-    """Return the dtype in which a value is stored or to which it is rounded; None if it is computed."""
-    node = b.loops.nodes[_source(b, number)]
-    if rounding_of(node) == str(torch.bfloat16):
-        return torch.bfloat16
-    return b.dtypes[node.buffer] if isinstance(node, Load) else None
+    def accumulated(self) -> list[int]:
+        """Return what sums over rows are computed of: for products the matrices."""
+        sums = self.a.across_rows
+        matrices = {self.contracted[n].matrix for n in sums if n in self.contracted}
+        return [*sorted(matrices), *(self.reduction(n).operand for n in sums if n not in self.contracted)]
 
+    def emitted(self, number: int) -> Tile:
+        node = self.loops.nodes[number]
+        if isinstance(node, Load) and number in self.as_loaded:
+            return self.loaded_as_held(node)
+        return super().emitted(number)
 
-def _source(b: Builder, number: int) -> int:
-    """Return the node whose value this one has in another dtype."""
-    node = b.loops.nodes[number]
-    if isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
-        (number,) = operands_of(node)
-    return number
+    def terms_of(self, c: Contraction) -> Terms | None:
+        """Return the terms of a contraction, or None if too little of a float32 matrix would be
+        represented."""
+        is_exact = any(i not in self.rough for i in c.sums)
+        dtypes = [self.held(n) for n in (c.matrix, *c.vectors)]
+        matrix = 1 if dtypes[0] in ONE else 2
+        if matrix == 2 and is_exact and dtypes[0] not in TWO:
+            return None
+        return Terms(matrix, 1 if all(d in ONE for d in dtypes[1:]) else 3 if is_exact else 2)
 
+    def _kept_as_loaded(self, c: Contraction) -> Iterator[int]:
+        """Yield the load of a bfloat16 matrix that only the terms of contracted sums read."""
+        same = (i for i, other in self.contracted.items() if other.matrix == c.matrix)
+        terms = {self.reduction(i).operand for i in same}
+        source = self.source(c.matrix)
+        node = self.loops.nodes[source]
+        readers = {i for i, n in enumerate(self.loops.nodes) if {source, c.matrix} & {*operands_of(n)}}
+        is_narrow = isinstance(node, Load) and self.dtypes[node.buffer] is torch.bfloat16
+        if is_narrow and readers <= terms | {c.matrix}:
+            yield source
 
-def _kept_as_loaded(b: Builder, c: Contraction) -> Iterator[int]:
-    """Yield the load of a bfloat16 matrix that only the terms of contracted sums read."""
-    terms = {b.reduction(i).operand for i, other in b.contracted.items() if other.matrix == c.matrix}
-    source = _source(b, c.matrix)
-    node = b.loops.nodes[source]
-    readers = {i for i, other in enumerate(b.loops.nodes) if {source, c.matrix} & {*operands_of(other)}}
-    if isinstance(node, Load) and b.dtypes[node.buffer] is torch.bfloat16 and readers <= terms | {c.matrix}:
-        yield source
+    def contract(self, sums: tuple[int, ...]) -> Packed:
+        """Return all sums of a contraction whose matrix is in the tile, as one product. The vectors' terms
+        are side by side in it, because warps with many rows have few registers for several products."""
+        c = self.contracted[sums[0]]
+        terms = self.known_terms(c)
+        rows = self.lanes[0 if c.along == COLS else -1].lanes
+        zeros = tl.zeros([rows, padded(len(sums)) * terms.parts], torch.float32)
+        counts = terms.matrix, terms.vectors, terms.parts
+        total: Expression = self.let("products", fm.contract(*self.factors(c), zeros, *counts))
+        if terms.parts > 1:
+            total = fm.contracted(total, terms.parts)
+        if c.along == ROWS:
+            total = tl.trans(total)
+        total = total if isinstance(total, Var) else self.let("products", total)
+        return Packed(total, self.lanes_of(sums[0]), True, 1 if c.along == COLS else 0)
 
+    def known_terms(self, c: Contraction) -> Terms:
+        terms = self.terms_of(c)
+        assert terms is not None
+        return terms
 
-def _build_and_unpack(b: Builder, sums: tuple[int, ...]) -> None:
-    if sums not in b.packs:
-        b.tiles[sums]()
-    if sums[0] not in b.env:
-        pieces.unpack(b, sums)
+    def factors(self, c: Contraction) -> tuple[Expression, Expression]:
+        """Return the matrix and the vectors of a contraction."""
+        matrix, vectors = self._matrix(c), self._vectors(c)
+        return tl.trans(matrix) if c.along == ROWS else matrix, vectors
 
+    def _matrix(self, c: Contraction) -> Expression:
+        """Return the matrix, masked if it is computed from loads: masked loads are zero, values computed from
+        them may not be."""
+        value, axes = self.tile(c.matrix).value, self.node_axes[c.matrix]
+        is_load = isinstance(self.loops.nodes[self.source(c.matrix)], Load)
+        mask = None if is_load else self.inside(axes)
+        return value if mask is None else tl.where(mask.value, value, 0.0)
 
-def _build(b: Builder, c: Contraction) -> None:
-    """Build all sums of a contraction whose matrix is in the tile, as one product. The vectors' terms are
-    side by side in it, because warps with many rows have few registers for several products."""
-    terms = _terms(b, c)
-    lanes = b.s.block_rows if c.along == COLS else b.tile.lanes
-    zeros = tl.zeros([lanes, pieces.padded(len(c.sums)) * terms.parts], torch.float32)
-    products = b.let(
-        "products", fm.contract(*_operands(b, c), zeros, terms.matrix, terms.vectors, terms.parts)
-    )
-    total = products if terms.parts == 1 else fm.contracted(products, terms.parts)
-    if c.along == ROWS:
-        total = tl.trans(total)
-    axis = 1 if c.along == COLS else 0
-    b.packs[c.sums] = Packed(products if total is products else b.let("products", total), axis)
+    def _vectors(self, c: Contraction) -> Expression:
+        """Return the vectors as [vectors, columns] for sums along the columns, else as [vectors, rows]."""
+        mask, is_along_cols = self.inside(self.reduction(c.sums[0]).axes), c.along == COLS
+
+        def masked(tile: Expression) -> Expression:
+            tile = tile if mask is None else tl.where(mask.value, tile, 0.0)
+            return tile if is_along_cols else tl.trans(tile)
+
+        if self.may_be_pieces(c.vectors):
+            return masked(self.pack(c.vectors).lying(0 if is_along_cols else 1))
+        values = [masked(self.tile(n).value) for n in c.vectors]
+        values += [values[-1]] * (padded(len(values)) - len(values))
+        while len(values) > 1:
+            values = [fm.stack(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
+        return self.let("vectors", values[0])
 
 
 @dataclass(frozen=True)
 class Contracted:
-    """The sums of a contraction along the row, in a pass over its columns: a state of `online_reductions.py`.
+    """The sums of a contraction along the row, in a pass over its columns: a state of `carried.py`.
 
     If there are few rows, each warp multiplies some columns of a block. The products of the bfloat16 values
     and of the rests are separate: in a loop it costs more to arrange them side by side.
     """
 
+    number: int
     contraction: Contraction
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return self.contraction.sums
 
-    def wanted(self, b: Builder) -> tuple[int, ...]:
+    def reads(self, e: RowTiles) -> tuple[int, ...]:
         c = self.contraction
-        return (c.matrix,) if pieces.alike(b, c.vectors) else (c.matrix, *c.vectors)
+        return (c.matrix,) if _emitter(e).may_be_pieces(c.vectors) else (c.matrix, *c.vectors)
 
-    def start(self, b: Builder) -> tuple[Variable, ...]:
-        if pieces.alike(b, self.contraction.vectors):
-            pieces.prepare(b, self.contraction.vectors)
-        split = [parts_of(b.s)] if parts_of(b.s) > 1 else []
-        zeros = tl.zeros([*split, b.s.block_rows, pieces.padded(len(self.numbers))], torch.float32)
-        bases = ("products",) if _terms(b, self.contraction).parts == 1 else ("products", "rest")
-        return tuple(b.let(base, zeros) for base in bases)
+    def start(self, e: RowTiles) -> tuple[Var, ...]:
+        zeros = tl.zeros([*self._split(e), e.lanes[0].lanes, padded(len(self.numbers))], torch.float32)
+        has_rest = _emitter(e).known_terms(self.contraction).parts > 1
+        return tuple(e.state(base, zeros) for base in ("products", "rest")[: 1 + has_rest])
 
-    def step(self, b: Builder, names: Sequence[Variable]) -> None:
-        terms = _terms(b, self.contraction)
-        operands = (*_operands(b, self.contraction), *names)
-        split = (parts_of(b.s),) if parts_of(b.s) > 1 else ()
+    def step(self, e: RowTiles, state: Sequence[Var]) -> None:
+        terms, split = _emitter(e).known_terms(self.contraction), self._split(e)
+        operands = (*_emitter(e).factors(self.contraction), *state)
         if terms.parts == 1:
-            b.set(names[0], fm.contract(*operands, 1, 1, 1, *split))
+            e.add(Assign((state[0],), fm.contract(*operands, 1, 1, 1, *split)))
         else:
-            b.add(Assign(tuple(names), fm.contract_apart(*operands, terms.matrix, terms.vectors, *split)))
+            e.add(Assign(tuple(state), fm.contract_apart(*operands, terms.matrix, terms.vectors, *split)))
 
-    def fold(self, b: Builder, names: Sequence[Variable]) -> None:
-        totals = [tl.sum(name, axis=0) if parts_of(b.s) > 1 else name for name in names]
-        total = totals[0] if len(names) == 1 else fm.both(*totals)
-        if total != names[0]:
-            b.set(names[0], total)
+    def fold(self, e: RowTiles, state: Sequence[Var]) -> None:
+        totals = [tl.sum(name, axis=0) if self._split(e) else name for name in state]
+        total = totals[0] if len(state) == 1 else fm.both(*totals)
+        if total is not state[0]:
+            e.add(Assign((state[0],), total))
 
-    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
-        b.packs[self.contraction.sums] = Packed(names[0], 1)
+    def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]:
+        lanes = e.lanes_of(self.number)
+        _emitter(e).hold(self.contraction.sums, Packed(state[0], lanes, True, 1))
+        return {}
 
-    def single(self, b: Builder, names: Sequence[Variable]) -> None:
+    def single(self, e: RowTiles) -> tuple[Var, ...]:
         raise TypeError("programs that share a row contract nothing")
 
-    def end(self, b: Builder, names: Sequence[Variable]) -> None:
+    def end(self, e: RowTiles, state: Sequence[Var]) -> None:
         raise TypeError("a contraction's rows are whole blocks")
 
-    def merge(self, b: Builder, names: Sequence[Variable], parts: Sequence[Variable]) -> None:
+    def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None:
         raise TypeError("programs that share a row contract nothing")
 
-
-def _terms(b: Builder, c: Contraction) -> Terms:
-    terms = terms_of(b, c)
-    assert terms is not None
-    return terms
+    def _split(self, e: RowTiles) -> list[int]:
+        parts = parts_of(e.lanes[0].lanes, e.lanes[-1].lanes, e.placement.num_warps)
+        return [parts] if parts > 1 else []
 
 
-def _operands(b: Builder, c: Contraction) -> tuple[Operand, Operand]:
-    """Return the matrix and the vectors."""
-    matrix, vectors = _matrix(b, c), _vectors(b, c)
-    return tl.trans(matrix) if c.along == ROWS else matrix, vectors
-
-
-def _matrix(b: Builder, c: Contraction) -> Expression:
-    """Return the matrix, masked if it is computed from loads: masked loads are zero, values computed from
-    them may not be."""
-    build_nodes(b, b.need((c.matrix,)))
-    value, source = b.variable(c.matrix), b.loops.nodes[_source(b, c.matrix)]
-    mask = None if isinstance(source, Load) else b.mask(b.a.groups[c.matrix], None)
-    return value if mask is None else tl.where(mask, value, 0.0)
-
-
-def _vectors(b: Builder, c: Contraction) -> Expression:
-    """Return the vectors as [vectors, columns] for sums along the columns, else as [vectors, rows]."""
-    mask = b.mask(frozenset({c.along}), None)
-
-    def masked(tile: Expression) -> Expression:
-        tile = tile if mask is None else tl.where(mask, tile, 0.0)
-        return tile if c.along == COLS else tl.trans(tile)
-
-    if pieces.alike(b, c.vectors):
-        return masked(pieces.lying(pieces.pack(b, c.vectors), 0 if c.along == COLS else 1))
-    build_nodes(b, b.need(c.vectors))
-    values = [masked(b.variable(n)) for n in c.vectors]
-    values += [values[-1]] * (pieces.padded(len(values)) - len(values))
-    while len(values) > 1:
-        values = [fm.stack(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
-    return b.once(("vectors", c.vectors[0]), "vectors", values[0])
+def _emitter(e: RowTiles) -> ContractingEmitter:
+    assert isinstance(e, ContractingEmitter)
+    return e

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen import pieces, words
-from fusion_compiler.codegen.builder import ALONG, Builder, Packed
-from fusion_compiler.codegen.contractions import Contracted
+from fusion_compiler.codegen.builder import ALONG, Builder
 from fusion_compiler.codegen.moments import is_exact, scale_of
 from fusion_compiler.codegen.monoids import neutral, step
 from fusion_compiler.codegen.names import own
@@ -28,7 +26,6 @@ from fusion_compiler.codegen.nodes import elements
 from fusion_compiler.codegen.partial_reductions import scaled_sum
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.windows import block
-from fusion_compiler.codegen.words import word_of
 from fusion_compiler.ir.loops import COLS, ROWS, Load
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Literal, Name, Variable, fm, lift, times, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, part_cols
@@ -54,14 +51,14 @@ class Plain:
 
     def wanted(self, b: Builder) -> tuple[int, ...]:
         """Return the nodes that a pass computes for it."""
-        return words.wanted(b, self.total) if word_of(b, self.total) > 1 else b.operands(self.total)
+        return b.operands(self.total)
 
     def start(self, b: Builder) -> tuple[Variable, ...]:
-        word = word_of(b, self.total)
+        word = 1
         return (accumulator(b, self.total, b.a.groups[b.reduction(self.total).operand] | ALONG, word),)
 
     def step(self, b: Builder, names: Sequence[Variable]) -> None:
-        tile = words.summed(b, self.total) if word_of(b, self.total) > 1 else self._elements(b)
+        tile = self._elements(b)
         b.add(step(b.reduction(self.total), names[0], tile))
 
     def single(self, b: Builder, names: Sequence[Variable]) -> None:
@@ -86,7 +83,7 @@ class Plain:
     def _folded(self, b: Builder, tile: Expression) -> Combine:
         """Return a tile folded along the row. Two float32 sums are computed together (`passes.joined`)."""
         adds = type(self) is Plain and b.a.is_sum(self.total)
-        form = (b.a.groups[b.reduction(self.total).operand], word_of(b, self.total))  # shape of the tile
+        form = (b.a.groups[b.reduction(self.total).operand], 1)  # shape of the tile
         join_key = ("state", b.a.level[self.total], *form) if adds else None
         return Combine(b.reduction(self.total), (tile,), b.col_axis, not b.tile.flat, join_key=join_key)
 
@@ -250,35 +247,7 @@ class Moments:
         b.env[self.mean], b.env[self.squares] = names
 
 
-@dataclass(frozen=True)
-class Pieces(Plain):
-    """Sums that are pieces (`pieces.py`): an accumulator for each lane of all of them."""
-
-    sums: tuple[int, ...]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        return self.sums
-
-    def wanted(self, b: Builder) -> tuple[int, ...]:
-        return ()
-
-    def start(self, b: Builder) -> tuple[Variable, ...]:
-        pieces.prepare(b, self._operands(b))
-        shape = [pieces.padded(len(self.sums)), b.tile.lanes]
-        return (b.let(b.base_of(self.total), tl.zeros(shape, torch.float32)),)
-
-    def bind(self, b: Builder, names: Sequence[Variable]) -> None:
-        b.packs[self.sums] = Packed(names[0], 0)
-
-    def _operands(self, b: Builder) -> tuple[int, ...]:
-        return tuple(b.reduction(n).operand for n in self.sums)
-
-    def _elements(self, b: Builder) -> Expression:
-        return pieces.lying(pieces.pack(b, self._operands(b)), 0)
-
-
-Running = Plain | Softmax | Moments | Contracted | Pieces
+Running = Plain | Softmax | Moments
 
 
 def accumulator(b: Builder, number: int, groups: frozenset[str], word: int = 1) -> Variable:
@@ -307,8 +276,6 @@ def states_of(
     together: Mapping[int, Running] = {
         **{total: Softmax(peak, total) for total, peak in a.online.items()},
         **{squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()},
-        **{c.sums[0]: Contracted(c) for c in contracted.values()},
-        **{sums[0]: Pieces(sums[0], sums) for sums in packed.values()},
     }
     inner = {n for state in together.values() for n in state.numbers} - set(together)
     return [together.get(n, Plain(n)) for n in reductions if n not in inner]

@@ -21,6 +21,7 @@ The structure of the program follows from the placement:
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ import torch
 
 from fusion_compiler.codegen import expression, monoids
 from fusion_compiler.codegen.bits import floats_of, widened_byte
-from fusion_compiler.codegen.expression import computed, convert, decompose
+from fusion_compiler.codegen.expression import computed, convert
 from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
 from fusion_compiler.codegen.tile import (
     Assign,
@@ -167,6 +168,12 @@ class Emitter:
             and loop.axis == grid.axis
             and loop.step == product((grid.step, grid.extent))
         }
+        loops_of = Counter(leaf.axis for leaf in leaves if leaf.place is Place.LOOP)
+        self.steps = {  # of loops whose variables are elements of their axes, and not numbers of blocks
+            leaf.name: leaf.step
+            for leaf in leaves
+            if leaf.place is Place.LOOP and (leaf in self.turns or loops_of[leaf.axis] == 1)
+        }
         self.products, self.node_axes = products_of(loops, placement), axes_of(loops.nodes)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
@@ -227,8 +234,7 @@ class Emitter:
         It is the fused number, divided by the number of elements of all inner axes, modulo the axis' size.
         Neighbours along inner leaves have the same one if that number is a multiple of theirs.
         """
-        axis, first = self.fused[member], self.members[self.fused[member]][0]
-        inner = product(self.axes[k].size for k in self.members[axis] if k > member)
+        axis, first, inner = self.fused[member], self.members[self.fused[member]][0], self.inner_size(member)
         size = product((inner, self.axes[member].size))
         if size == 0:
             return self.leaves[axis]
@@ -293,10 +299,11 @@ class Emitter:
         return _identifier(lanes.name)
 
     def number_in(self, loop: Leaf) -> Name:
-        """Return the variable of a loop. Where programs take turns, it is the first element of a block."""
-        name, is_in_turns = self.axes[loop.axis].name, loop in self.turns
-        is_block = is_in_turns and self.turns[loop].step != 1
-        return Name(f"first_{name}" if is_block else name if is_in_turns else _identifier(loop.name))
+        """Return the variable of a loop: the first element of a block, if no other loop is over the axis."""
+        step = self.turns[loop].step if loop in self.turns else loop.step
+        axes, is_element = self.placement.axes(self.loops.axes), loop.name in self.steps
+        name = axes[loop.axis].name
+        return Name(_identifier(loop.name) if not is_element else name if step == 1 else f"first_{name}")
 
     def coordinate(self, axis: int) -> tuple[Tile | None, int]:
         """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
@@ -306,12 +313,11 @@ class Emitter:
         offset = sum(self.at[leaf] * leaf.step for leaf in self.leaves[axis] if leaf.place is Place.UNROLL)
         return self.position(self.axes[axis].name, leaves), offset
 
-    def position(self, name: str, leaves: Iterable[Leaf]) -> Tile | None:
-        """Return the sum of some leaves' numbers as a tile, or None if there are none."""
+    def position(self, name: str, leaves: Iterable[Leaf], unit: int = 1) -> Tile | None:
+        """Return the sum of some leaves' numbers as a tile, or None if there are none. unit: the elements, a
+        divisor of their steps, that count as one."""
         leaves = list(leaves)
-        in_turns = {self.turns[leaf] for leaf in leaves if leaf in self.turns}
-        moving = [leaf for leaf in leaves if not self.is_single(leaf)]
-        parts = [(self.element(leaf), self.step_of(leaf)) for leaf in moving if leaf not in in_turns]
+        parts = [self.part(leaf, unit) for leaf in self.moving(leaves)]
         if not parts:
             return None
         if len(parts) == 1 and parts[0][1] == 1:
@@ -319,6 +325,18 @@ class Emitter:
         with self.in_scope(self.home(leaves)):
             value = self.let(name, self.sum_of(parts))
         return self.joined(value, *(tile for tile, _ in parts))
+
+    def moving(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Return the leaves whose numbers make up a position."""
+        in_turns = {self.turns[leaf] for leaf in leaves if leaf in self.turns}
+        return [leaf for leaf in leaves if not self.is_single(leaf) and leaf not in in_turns]
+
+    def part(self, leaf: Leaf, unit: int) -> tuple[Tile, int]:
+        """Return a leaf's number and how many units lie between two that differ by one."""
+        tile, step = self.element(leaf), self.step_of(leaf)
+        if step % unit:  # the variable is a multiple of the unit
+            return replace(tile, value=tile.value // unit), step
+        return tile, step // unit
 
     def is_single(self, leaf: Leaf) -> bool:
         """True if a leaf has one element, whose number needs no variable. Where other leaves of the axis are
@@ -329,19 +347,35 @@ class Emitter:
 
     def step_of(self, leaf: Leaf) -> int:
         """Return how many elements lie between values of a leaf's variable that differ by one."""
-        return 1 if leaf in self.turns else leaf.step
+        return leaf.step // self.steps.get(leaf.name, 1)
 
     def coordinate_of_member(self, axis: int) -> Tile | None:
         """Return the element number of an axis that others are fused with, or None if it is zero."""
         members, leaves = self.members[self.fused[axis]], self.leaves[axis]
         is_whole = set(leaves) == set(self.leaves[self.fused[axis]])
-        name = self.axes[self.fused[axis]].name
-        base = self.position(name if is_whole else f"first_{name}", leaves)
+        name, inner = self.axes[self.fused[axis]].name, self.inner_size(axis)
+        unit = self.unit_of(self.moving(leaves), inner)
+        base = self.position(name if is_whole else f"first_{name}", leaves, unit)
         if base is None:
             return None
-        value = decompose(tuple(self.axes[k] for k in members), members.index(axis), base.value)
+        rest = quotient(inner, unit)
+        value = base.value if rest == 1 or rest is None else base.value // lift(rest)
+        value = value if axis == members[0] else value % lift(self.axes[axis].size)
+        if value is base.value:
+            return base
         with self.in_scope(self.home(leaves)):
             return self.joined(self.let(self.axes[axis].name, value), base)
+
+    def inner_size(self, member: int) -> Dim:
+        """Return the number of elements of all axes inside of one with which they are fused."""
+        axes = self.members[self.fused[member]]
+        return product(self.axes[k].size for k in axes if k > member)
+
+    def unit_of(self, leaves: Iterable[Leaf], inner: Dim) -> int:
+        """Return a number by which the steps of some leaves, and that of a fused axis, may be divided."""
+        if not isinstance(inner, int) or all(leaf.name in self.steps for leaf in leaves):
+            return 1
+        return math.gcd(inner, *(leaf.step for leaf in leaves))
 
     def merged(self, index: Index) -> Index:
         """Return an index in which terms that go through a fused axis element by element are one term."""
@@ -451,7 +485,9 @@ class Emitter:
         yield
         for outer, leaf, inner in reversed(opened):
             stages = self.placement.num_stages if self.placement.num_stages > 1 else None
-            values = Range(lift(0), lift(self.ends.get(leaf.name, leaf.extent)), stages=stages)
+            step, end = self.steps.get(leaf.name, 1), self.ends.get(leaf.name, leaf.extent)
+            last = end * step if isinstance(end, Expression) else lift(product((end, step)))
+            values = Range(lift(0), last, step if step != 1 else None, stages)
             if leaf in self.turns:
                 grid = self.turns[leaf]
                 end = product((ceil_div(self.axes[leaf.axis].size, grid.step), grid.step))
@@ -489,6 +525,10 @@ class Emitter:
         scopes = enumerate(self.scopes[: self.depth + 1])
         return max((d for d, s in scopes if s.loop is not None and s.loop.name in needed), default=0)
 
+    def block_of(self, number: int) -> int:
+        """Return the depth of the outermost block that has all on which a node depends."""
+        return self.home(self.depends[number])
+
     # -- values --------------------------------------------------------------------------------------------
 
     def joined(self, value: Expression, *tiles: Tile) -> Tile:
@@ -513,7 +553,7 @@ class Emitter:
             return Tile(lift(cast(float, node.value)))
         tile = self.cached(number)
         if tile is None:
-            with self.in_scope(self.home(self.depends[number])):
+            with self.in_scope(self.block_of(number)):
                 tile = self.reduced(number, node) if isinstance(node, Reduce) else self.emitted(number)
                 self.scopes[self.depth].tiles[self.key(number)] = tile
         return tile
@@ -553,12 +593,13 @@ class Emitter:
         if node in self.boxes:
             is_dead = node.within is not None and self.literal(node.within) is False
             return Tile(Literal(0)) if is_dead else self.boxed(node, self.boxes[node])
-        if (length := self.run_length(node)) > 1:
-            return self.repeated(node, length)
-        index = self.index(node.index)
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
             return Tile(Literal(0))
+        if (length := self.run_length(node)) > 1:
+            tile = self.repeated(replace(node, within=None), length)
+            return self.zero_outside(within, tile, node) if within else tile
+        index = self.index(node.index)
         if node.buffer in self.empty:
             return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
         loose = self.axes_of(node.index) - self.guarded(node)
@@ -569,10 +610,14 @@ class Emitter:
         masked = {} if mask is None else {"mask": mask.value, "other": zero}
         value = tl.load(pointer.value, **masked, **self.options(node))
         value = value if as_held else convert(value, held, node.dtype)
-        if len(needed) < len(within):
-            condition = cast(Expression, every(*(tile.value for tile in within)))
-            value = tl.where(condition, self.let(self.called(node.buffer), value), 0)
-        return self.joined(value, pointer, *within)
+        tile = self.joined(value, pointer)
+        return self.zero_outside(within, tile, node) if len(needed) < len(within) else tile
+
+    def zero_outside(self, within: Sequence[Tile], tile: Tile, node: Load) -> Tile:
+        """Return what was loaded without conditions, zero where these do not hold."""
+        condition = cast(Expression, every(*(tile.value for tile in within)))
+        value = tl.where(condition, self.let(self.called(node.buffer), tile.value), 0)
+        return self.joined(value, tile, *within)
 
     def options(self, node: Load) -> Mapping[str, Expression]:
         """Return the keyword arguments of a load."""
@@ -584,10 +629,9 @@ class Emitter:
         within = None if node.within is None else self.loops.nodes[node.within]
         if not isinstance(within, InRange) or node.dtype is torch.bool or not node.index.terms:
             return False
-        bounds, direct = (within.low, within.high), all(key >= 0 for key, _ in node.index.terms)
-        is_nonempty = all(isinstance(n, int) for n in bounds) and within.low < within.high
+        direct = all(key >= 0 for key, _ in node.index.terms)
         moved, tested = self.of_index(node.index), self.of_index(within.index)
-        return is_nonempty and direct and moved.isdisjoint(tested) and bool(tested & {*self.lanes})
+        return _is_nonempty(within) and direct and moved.isdisjoint(tested) and bool(tested & {*self.lanes})
 
     def run_length(self, node: Load) -> int:
         """Return how many neighbours among the innermost lanes have the same element of a load; a power of
@@ -595,8 +639,10 @@ class Emitter:
         axes, leaf = _axes(node.index), self.lanes[-1] if self.lanes else None
         members = self.members.get(leaf.axis, ()) if leaf is not None else ()
         last = max((k for k in members if k in axes), default=None)
-        is_plain = node.within is None and all(key >= 0 for key, _ in node.index.terms)
-        if leaf is None or leaf.step != 1 or last is None or not is_plain:
+        is_direct = all(key >= 0 for key, _ in node.index.terms)
+        if leaf is None or leaf.step != 1 or last is None or not is_direct:
+            return 1
+        if node.within is not None and not self.is_of_neighbours(node.within, last):
             return 1
         if self.dtypes[node.buffer] in POSITIONS or leaf not in self.of_index(node.index):
             return 1
@@ -605,15 +651,26 @@ class Emitter:
             length //= 2
         return max(1, length)
 
-    def repeated(self, node: Load, length: int) -> Tile:
-        """Return a load of one element for each run of `length` innermost lanes."""
+    def is_of_neighbours(self, condition: int, outer: int) -> bool:
+        """True if a condition depends only on axes inside of another: all of its neighbours may load what
+        those load where it holds."""
+        within = self.loops.nodes[condition]
+        if not isinstance(within, InRange) or not within.index.terms:
+            return False
+        return _is_nonempty(within) and all(key > outer for key, _ in within.index.terms)
+
+    def repeated(self, node: Load, length: int, times: int | None = None) -> Tile:
+        """Return a load of one element for each run of `length` innermost lanes. times: how often a tile has
+        it, if that is not the length."""
         leaf, all_lanes, all_leaves = self.lanes[-1], self.lanes, self.leaves
         runs = replace(leaf, name=f"{leaf.name}_by_{length}", extent=leaf.lanes // length, step=length)
         self.lanes = [*all_lanes[:-1], runs]
         self.leaves = {k: [runs if x == leaf else x for x in leaves] for k, leaves in all_leaves.items()}
         tile = self.loaded(node)
         self.lanes, self.leaves = all_lanes, all_leaves
-        return Tile(fm.repeated(tile.value, length), tile.lanes - {runs} | {leaf}, True)
+        times = length if times is None else times
+        value = fm.repeated(tile.value, times) if times > 1 else tile.value
+        return Tile(value, tile.lanes - {runs} | {leaf}, True)
 
     def loaded_as_held(self, node: Load) -> Tile:
         tile = self.loaded(node, as_held=True)
@@ -766,7 +823,8 @@ class Emitter:
             return divided[0] or Tile(tl.full([], divided[1], node.dtype))
         source = self.chosen(node)
         if source is not None and self.loops.nodes[source].dtype is node.dtype:
-            return self.tile(source)
+            is_number = isinstance(self.loops.nodes[source], Constant)
+            return Tile(tl.full([], self.tile(source).value, node.dtype)) if is_number else self.tile(source)
         if (floats := floats_of(self.loops, number)) is not None:
             tiles = [self.tile(n) for n in floats.operands()]
             return self.joined(floats.value(lambda n: self.tile(n).value), *tiles)
@@ -799,7 +857,7 @@ class Emitter:
         """Return 1 / a node, computed once for all elements that share it."""
         tile, dtype = self.tile(number), self.loops.nodes[number].dtype
         base = tile.value.base if isinstance(tile.value, Var) else "value"
-        with self.in_scope(self.home(self.depends[number])):
+        with self.in_scope(self.block_of(number)):
             value = self.let(f"per_{base}", 1.0 / convert(tile.value, dtype, torch.float32))
         return replace(tile, value=value)
 
@@ -1008,12 +1066,12 @@ class Emitter:
     def alike(self, number: int, around: list[Leaf]) -> list[int]:
         """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
         another that is not there yet."""
-        home, chosen = self.home(self.depends[number]), [number]
+        home, chosen = self.block_of(number), [number]
         for n, node in enumerate(self.loops.nodes):
             if n == number or not isinstance(node, Reduce) or n not in self.needed:
                 continue
             same = self.loops_of(self.reduced_leaves(node)) == around
-            if not same or self.home(self.depends[n]) != home or not self.is_open(self.depends[n]):
+            if not same or self.block_of(n) != home or not self.is_open(self.depends[n]):
                 continue
             if not self.reductions.isdisjoint(with_operands(self.loops, operands_of(node))):
                 continue
@@ -1050,7 +1108,11 @@ class Emitter:
         """Return a reduction's operand, neutral where no element is; None if it adds nothing."""
         if node.combine == "sum" and self.is_dead(node.operand):
             return None
-        source, tile = self.loops.nodes[node.operand], self.tile(node.operand)
+        return self.masked(node, self.tile(node.operand))
+
+    def masked(self, node: Reduce, tile: Tile) -> Tile:
+        """Return a tile as a reduction's operand, neutral where no element is."""
+        source = self.loops.nodes[node.operand]
         if isinstance(source, Constant):
             tile = Tile(tl.full([], tile.value, source.dtype))
         if monoids.is_logical(node):
@@ -1159,6 +1221,10 @@ def _identifier(name: str) -> str:
 
 def _axes(index: Index) -> frozenset[int]:
     return frozenset(key for key, _ in index.terms if key >= 0)
+
+
+def _is_nonempty(within: InRange) -> bool:
+    return isinstance(within.low, int) and isinstance(within.high, int) and within.low < within.high
 
 
 def _arity(node: Compute) -> int:

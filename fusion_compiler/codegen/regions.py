@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fusion_compiler.codegen import pieces
 from fusion_compiler.codegen.accesses import store_all, store_one
 from fusion_compiler.codegen.axis_map import col_end, col_loop, cols_at
 from fusion_compiler.codegen.builder import Builder
@@ -28,11 +27,9 @@ from fusion_compiler.schedule.schedule import Cols
 def whole_block(b: Builder) -> None:
     """Build everything for one block of rows that is entirely in the tile, including stores."""
     partial_results(b, b.a.segmented)
-    groups, stores = pieces.together(b, b.stores_of("main"))
+    stores = list(b.stores_of("main"))
     every = [o for s in b.stores_of("main") for o in store_operands(s)]
     build_nodes(b, _matrices(b, [*every, *b.accumulated()]))
-    for group in groups:
-        pieces.store(b, group)
     roots = [*(o for s in stores for o in store_operands(s)), *b.accumulated()]
     build_row_values(b, roots)
     build_nodes(b, _pairs_last(b, b.need(roots)))
@@ -68,7 +65,7 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
     reductions = [i for i in b.a.reductions if i not in b.a.finish]
     stores = list(b.stores_of("main"))
     full = [s for s in stores if COLS in b.index_groups(s.index)]
-    groups, by_row = pieces.together(b, [s for s in stores if s not in full])
+    by_row = [s for s in stores if s not in full]
     build_row_values(b, (o for s in by_row for o in store_operands(s)))
     levels = [b.a.level[i] for i in (*reductions, *b.a.segmented)] + [b.a.level[s.value] + 1 for s in full]
     for number in range(max(levels, default=0)):
@@ -85,8 +82,6 @@ def passes_over_columns(b: Builder, sums: Sums) -> None:
                     rematerialize(b, [*(o for s in stores for o in store_operands(s)), *b.accumulated()])
             for state, variables in zip(states, names, strict=True):
                 state.bind(b, variables)
-    for group in groups:
-        pieces.store(b, group)
     for store in by_row:
         build_nodes(b, b.need(store_operands(store)))
         store_one(b, store)

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import computed, convert
 from fusion_compiler.codegen.placed import Emitter, Tile
 from fusion_compiler.codegen.tile import Assign
@@ -62,10 +63,13 @@ class RowTiles(Emitter):
         self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)
         self.sums: dict[int, Tile] = {}  # over rows: their accumulators
         self.pending: list[int] = []  # sums over rows to which the open block is not added yet
+        self.ahead: Mapping[int, Var] = {}  # what a function computes ahead (`codegen.ahead`), and its call
+        self.call: Expression | None = None
         self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
         self.true = frozenset[int]()  # conditions that hold in the open block
         self.in_one_row = False  # values of a row are scalars, whatever tiles are
         self.carried: dict[int, Var] = {}  # scan -> its value after the blocks of a loop so far
+        self.block_depth = 0  # of the block of rows that passes compute
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
         self.rest = 0  # columns of the last block
@@ -77,11 +81,16 @@ class RowTiles(Emitter):
         return node
 
     def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
-        """Return the lanes of an accumulator. Where programs share rows, the columns alone occupy all
-        threads: it has none for rows, and the sum of each block is added to it."""
+        """Return the lanes of an accumulator. It has none for rows if the columns alone occupy all threads,
+        as where programs share rows: the sum of each block is added to it."""
         lanes = super().lanes_of_state(node)
+        return lanes & {self.lanes[-1]} if self.adds_blocks(node) else lanes
+
+    def adds_blocks(self, node: Reduce) -> bool:
+        """True if the sum of each block is added to an accumulator without lanes for rows."""
         is_over_rows = bool(node.axes - self.columns)
-        return lanes & {self.lanes[-1]} if self.shared is not None and is_over_rows else lanes
+        has_many = any(self.reduction(n) == node for n in self.a.weighted_columns)
+        return is_over_rows and (self.shared is not None or has_many)
 
     def lanes_of(self, number: int) -> frozenset[Leaf]:
         """Return the lanes that a node's tile has in the open block."""
@@ -90,6 +99,9 @@ class RowTiles(Emitter):
 
     def home(self, leaves: Iterable[Leaf]) -> int:
         return super().home(leaves) if self.hidden is None else self.depth
+
+    def block_of(self, number: int) -> int:
+        return max(super().block_of(number), self.block_depth if self.a.level[number] else 0)
 
     def cached(self, number: int) -> Tile | None:
         """Return a tile that is there; in a last block none that has the lanes of the others."""
@@ -122,9 +134,17 @@ class RowTiles(Emitter):
             number = stack.pop()
             if number not in needed and self.cached(number) is None:
                 needed.add(number)
-                inside = self.a.invariants.get(number)  # a loop over a ragged axis computes the rest
-                stack += self.read_by(self.loops.nodes[number]) if inside is None else inside
+                stack += self.operands(number)
         return needed
+
+    def operands(self, number: int) -> Iterable[int]:
+        """Return the nodes that are computed before a node."""
+        if number in self.ahead:
+            return ()
+        if number in self.a.invariants:  # a loop over a ragged axis computes the rest
+            return self.a.invariants[number]
+        floats = floats_of(self.loops, number)
+        return self.read_by(self.loops.nodes[number]) if floats is None else floats.operands()
 
     def read_by(self, access: Node | Store) -> Iterable[int]:
         """Return the nodes that a node or a store reads: of a condition those that are its parts."""
@@ -173,7 +193,7 @@ class RowTiles(Emitter):
     def seen(self) -> Expression:
         """Return the number of columns in the program's blocks before this one."""
         loops = self.loops_of(self.of_axes(self.columns))
-        return self.element(loops[0]).value * loops[0].step if loops else lift(0)
+        return self.sum_of([(self.element(leaf), self.step_of(leaf)) for leaf in loops])
 
     def first_column(self) -> Expression:
         """Return the first column of the block."""

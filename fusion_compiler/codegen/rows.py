@@ -7,13 +7,14 @@ the second stage (`codegen.finishing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.by_words import by_words
 from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
 from fusion_compiler.codegen.finishing import SecondStage
@@ -55,6 +56,7 @@ class RowEmitter(RowTiles):
         """Return the statements of the program with this number, and the grid. second: the stage that adds up
         the partial results of programs."""
         self.place_grid(number)
+        self.compute(second.loads if second is not None else ())
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
         rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
@@ -78,6 +80,13 @@ class RowEmitter(RowTiles):
                 self.store_partial(n, Partial(buffer, axes, leaves))
         return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
 
+    def tile(self, number: int) -> Tile:
+        if number in self.ahead and self.call is not None and self.cached(number) is None:
+            with self.in_scope(0):
+                self.add(Assign(tuple(self.ahead.values()), self.call))
+            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.ahead.items()}
+        return super().tile(number)
+
     def add_block(self, level: int) -> None:
         """Add the open block to the sums over rows whose terms are complete after so many passes."""
         for n in [n for n in self.pending if self.a.level[n] <= level]:
@@ -87,7 +96,7 @@ class RowEmitter(RowTiles):
             assert isinstance(state, Var)
             if term is not None:
                 value = term.value
-                if self.shared is not None and self.keeps:
+                if self.adds_blocks(node) and self.keeps:
                     value = monoids.fold(node, value, 0, keep=True)
                     value = value.to(torch.int32) if monoids.is_logical(node) else value
                 self.add(monoids.step(node, state, value))
@@ -98,31 +107,43 @@ class RowEmitter(RowTiles):
         if loops or self.shared is not None:
             self.passes(stores, loops[0] if loops else None)
             return
-        terms = [self.reduction(n).operand for n in self.a.across_rows]
-        needed = self.needed_by([*(o for store in stores for o in self.read_by(store)), *terms])
+        reads = [o for store in self.one_by_one(stores) for o in self.read_by(store)]
+        needed = self.needed_by([*reads, *self.accumulated()])
         of_rows = (n for n in needed if not self.depends[n] & {*self.lanes[-1:]} and not self.a.level[n])
         first = sorted(of_rows) if self.placement.num_stages == 1 else ()
+        first = (*self.matrices(needed), *first)
         in_pairs = {n for pair in self.pairs.items() for n in pair}
         if in_pairs:  # Triton computes in the layout of the last load: others go through shared memory
             nodes = self.loops.nodes
             plain = (n for n in needed if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
             first = (*first, *sorted(n for n in plain if n not in in_pairs))
         self.compute((*first, *sorted(needed)))
-        self.store_all(stores)
+        self.store_rows(stores)
+
+    def matrices(self, needed: Iterable[int]) -> list[int]:
+        """Return the loads of the matrices of products, which earlier reductions would delay; all loads if
+        reductions are replicated."""
+        if not self.a.weighted and not self.a.products:
+            return []
+        nodes = self.loops.nodes
+        loads = (n for n in sorted(needed) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
+        return [n for n in loads if self.a.ahead or self.is_full(n)]
 
     def passes(self, stores: Sequence[Store], loop: Leaf | None) -> None:
         """Emit one block of rows in passes over its columns. Each level of reductions that depend on each
         other takes one, and a store is made as soon as its value is complete."""
+        self.block_depth = self.depth
         level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.finish]
         full = [s for s in stores if self.of_index(s.index) & self.of_axes(self.columns)]
         of_row = [s for s in stores if s not in full]
         if self.placement.num_stages == 1:
-            needed = sorted(self.needed_by(o for s in of_row for o in self.read_by(s)))
+            needed = sorted(self.needed_by(o for s in self.one_by_one(of_row) for o in self.read_by(s)))
             self.compute(n for n in needed if not level[n] and COLS not in self.a.groups[n])
         last = max([*(level[n] for n in reductions), *(level[s.value] + 1 for s in full)], default=0) - 1
         for number in range(last + 1):
             self.is_last_pass = number == last
-            states = states_of(self, [n for n in reductions if level[n] == number + 1])
+            states = self.states([n for n in reductions if level[n] == number + 1])
+            states = states if loop is None else [by_words(self, state) for state in states]
             writes = [s for s in full if level[s.value] == number]
             if not states and not writes:
                 continue
@@ -134,11 +155,27 @@ class RowEmitter(RowTiles):
                 for n, value in state.results(self, variables).items():
                     tile = Tile(value, self.depends[n] & {*self.lanes}, self.keeps)
                     self.scopes[self.depth].tiles[self.key(n)] = tile
-        self.store_all(of_row)
+        self.store_rows(of_row)
+
+    def states(self, reductions: Sequence[int]) -> list[State]:
+        """Return what a pass keeps for some reductions."""
+        return states_of(self, reductions)
+
+    def one_by_one(self, stores: Sequence[Store]) -> Sequence[Store]:
+        """Return the stores whose values are computed one by one."""
+        return stores
+
+    def store_rows(self, stores: Sequence[Store]) -> None:
+        """Emit stores that no reduction over rows comes before."""
+        self.store_all(stores)
+
+    def accumulated(self) -> list[int]:
+        """Return what sums over rows are computed of."""
+        return [self.reduction(n).operand for n in self.a.across_rows]
 
     def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
         """Return the nodes that a pass needs, those of rows computed."""
-        wanted = [self.reduction(state.numbers[0]).operand for state in states]
+        wanted = [n for state in states for n in state.reads(self)]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
@@ -163,7 +200,8 @@ class RowEmitter(RowTiles):
         blocks, self.rest, rest_lanes = loop.extent, 0, 0
         is_cut = isinstance(size, int) and size > lanes and not is_reverse
         if is_reverse:  # the last block comes first
-            self.fixed_numbers[loop.name] = lift(blocks) - 1 - self.number_in(loop)
+            last = product((blocks, loop.step)) - loop.step
+            self.fixed_numbers[loop.name] = lift(last) - self.number_in(loop)
         if is_cut:
             blocks, self.rest, rest_lanes = self.cut(loop)
         values = [state.start(self) for state in states]
@@ -216,7 +254,7 @@ class RowEmitter(RowTiles):
         if self.shared is not None:  # one of the programs has it
             part, number = divmod(hint(number), hint(loop.extent))
             body = []
-        self.fixed_numbers[loop.name] = lift(number)
+        self.fixed_numbers[loop.name] = lift(product((number, loop.step)))
         self.scopes, self.depth = [*scopes[: depth + 1], Scope(body, loop)], depth + 1
         yield
         self.lanes, self.leaves, self.scopes, self.depth = all_lanes, all_leaves, scopes, depth
@@ -242,7 +280,8 @@ class RowEmitter(RowTiles):
             return self.reduced_ragged(number, node)
         if ROWS in self.a.over(number):
             term = self.term(number, node)
-            join_key = ("rows", self.a.groups[node.operand]) if self.a.is_sum(number) else None
+            is_joined = self.a.is_sum(number) and number not in self.a.products
+            join_key = ("rows", self.a.groups[node.operand]) if is_joined else None
             return self.folded(number, node, term or self.started(number), f"col_{node.combine}", join_key)
         moment, width = self.a.moments.get(number), self.a.size(COLS)
         if moment is not None and not is_exact(self.loops, self.dtypes, moment[0], width):

@@ -9,6 +9,8 @@
     place(a, LOOP)      each program goes through the axis in a loop; the first one is the outermost loop
     place(a, LANES)     a tile holds the axis; of several, the last one lies innermost in the tile
     place(a, UNROLL)    the program's text is repeated for each element
+    combine(r, LAST)    the last of the programs that share the reduction r to arrive combines their results,
+                        instead of a second kernel
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
     access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
@@ -44,6 +46,10 @@ class Access(StrEnum):
 
 class Unit(StrEnum):
     TENSOR_CORE = "TENSOR_CORE"
+
+
+class Stage(StrEnum):
+    LAST = "LAST"
 
 
 class Printed:
@@ -112,7 +118,17 @@ class Via(Printed):
     word = "access"
 
 
-Directive = Fuse | Align | Split | At | On | Via
+@dataclass(frozen=True)
+class In(Printed):
+    """Combine the results of the programs that share a reduction, by its name, elsewhere than in a second
+    kernel."""
+
+    reduction: str
+    stage: Stage
+    word = "combine"
+
+
+Directive = Fuse | Align | Split | At | On | Via | In
 
 
 @dataclass(frozen=True)
@@ -142,21 +158,23 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Placement:
-    """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread."""
+    """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread, and
+    iterations of a loop that are prefetched before the kernel waits for its predecessors."""
 
     directives: tuple[Directive, ...]
     num_warps: int = 4
     num_stages: int = 1
     registers: int | None = None
+    early: int = 0
     splits: ClassVar[int] = 1  # what a `Schedule` says besides
-    early: ClassVar[int] = 0
     in_passes: ClassVar[bool] = False
 
     def __str__(self) -> str:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
         limit = f", {self.registers} registers" if self.registers else ""
         printed = (str(d) for d in self.directives if not isinstance(d, Via) or d.access is not Access.PLAIN)
-        return f"{'; '.join(printed)}; {self.num_warps} warps{stages}{limit}"
+        early = f", {self.early} early" if self.early else ""
+        return f"{'; '.join(printed)}; {self.num_warps} warps{stages}{limit}{early}"
 
     @property
     def descriptors(self) -> frozenset[str]:
@@ -178,7 +196,7 @@ class Placement:
     def parse(text: str) -> Placement:
         """Return the placement that prints as `text`. Raises ValueError for any other text."""
         directives: list[Directive] = []
-        words = "fuse|align|split|place|unit|access"
+        words = "fuse|align|split|place|unit|access|combine"
         for word, name, value in re.findall(rf"({words})\(([\w. ]+), (\w+)\)", text):
             match word:
                 case "fuse":
@@ -191,11 +209,18 @@ class Placement:
                     directives.append(At(name, Place(value)))
                 case "unit":
                     directives.append(On(name, Unit(value)))
+                case "combine":
+                    directives.append(In(name, Stage(value)))
                 case _:
                     directives.append(Via(name, Access(value)))
-        counts = {word: int(number) for number, word in re.findall(r"(\d+) (warps|stages|registers)", text)}
+        counted = re.findall(r"(\d+) (warps|stages|registers|early)", text)
+        counts = {word: int(number) for number, word in counted}
         placement = Placement(
-            tuple(directives), counts.get("warps", 4), counts.get("stages", 1), counts.get("registers")
+            tuple(directives),
+            counts.get("warps", 4),
+            counts.get("stages", 1),
+            counts.get("registers"),
+            counts.get("early", 0),
         )
         if str(placement) != text:
             raise ValueError(f"{text!r} is no placement; one is {placement}")
@@ -224,7 +249,7 @@ class Placement:
         fused = iter(enumerate(self.fused(axes), len(axes)))
         leaves: list[Leaf] = []
         for position, directive in enumerate(self.directives):
-            if isinstance(directive, On | Via):
+            if isinstance(directive, On | Via | In):
                 continue
             if isinstance(directive, Fuse):
                 number, members = next(fused)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
 from fusion_compiler.schedule.analysis import Analysis, ceil_div, part_cols
-from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
+from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, In, Place, Placement, Split, Stage
 from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
 
 NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
 
 
 def placement_of(a: Analysis, s: Schedule) -> Placement | None:
     """Return the placement of a schedule, or None if placements do not describe it."""
-    if a.inner or a.segmented or s.last_finishes:
-        return None
-    if a.weighted or a.products or a.ahead:
+    if a.inner or a.segmented:
         return None
     lanes = a.size(COLS) + max(s.word - 1, 0)
     if s.splits > 1 and ceil_div(lanes, hint(part_cols(a, s))) != s.splits:
@@ -31,17 +30,22 @@ def placement_of(a: Analysis, s: Schedule) -> Placement | None:
             directives.append(Fuse(tuple(axis.name for axis in axes), name))
         if group == COLS and s.misaligned:
             directives.append(Align(name, s.word))
-        directives += _rows(name, s) if group == ROWS else _cols(name, a, s)
+        directives += _rows(name, a, s) if group == ROWS else _cols(name, a, s)
     ragged = (axis.name for axis in a.loops.axes if axis.group == RAGGED)
     directives += [At(name, Place.LOOP) for name in ragged]
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
-    lanes = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
+    last: list[Directive] = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
     others = [d for d in directives if not isinstance(d, At)]
-    return Placement((*others, *grid, *lanes), s.num_warps, s.num_stages, s.registers)
+    if s.last_finishes:
+        last += [In(a.loops.names[number], Stage.LAST) for number in a.across_rows]
+    return Placement((*others, *grid, *last), s.num_warps, s.num_stages, s.registers, s.early)
 
 
-def _rows(name: str, s: Schedule) -> list[Directive]:
+def _rows(name: str, a: Analysis, s: Schedule) -> list[Directive]:
     directives: list[Directive] = []
+    size = a.size(ROWS)
+    if s.programs is None and isinstance(size, int) and padded(size) == s.block_rows > 1:
+        return [At(name, Place.LANES)]
     if s.rows_apart > 1:  # the rows of a block begin at the same place of a word
         places = At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP), At(f"{name}.o.i", Place.LANES)
         return [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows), *places]

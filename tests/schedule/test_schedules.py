@@ -254,7 +254,7 @@ def test_a_value_of_some_rows_and_columns_is_loaded_once_for_them(inside: int, a
     want = fn(x.double(), mean.double())
     for runs in (compiled, Compiled(fn)):
         torch.testing.assert_close(runs(x, mean).double(), want, rtol=1e-5, atol=1e-5)
-    assert ("first_row = " in kernels_of(compiled)[0].source) == at_once
+    assert ("first_row //" in kernels_of(compiled)[0].source) == at_once
     nest = compiled.compiler.plans[0].clusters[0].loops
     tall = [s for s in schedules_of(nest, "", device_spec("h200")) if s.block_rows == 16 and s.programs]
     assert tall and all((s.num_stages > 1) <= at_once for s in tall)
