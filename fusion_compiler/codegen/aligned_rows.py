@@ -130,11 +130,9 @@ class AlignedRowEmitter(RowEmitter):
 
     def address(self, buffer: str, index: Index) -> Tile:
         """Return the addresses of the lanes' elements of a row."""
-        (row,) = {self.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
-        number, _ = self.coordinate(row)
-        begin, lane = None, self.lane()
+        number, begin, lane = self.row_number(), None, self.lane()
         if number is not None:
-            with self.in_scope(self.home(self.leaves[row])):
+            with self.in_scope(self.home(self.of_axes(axes_in(self.loops.axes, (ROWS,))))):
                 begin = self.let("begin", number.value * self.width // self.word * self.word)
         return self.joined(plus(self.pointers[buffer], begin, lane.value, index.const or None), lane)
 

@@ -15,15 +15,11 @@ import sympy
 import torch
 
 from fusion_compiler.codegen import ahead
-from fusion_compiler.codegen.accesses import store_one
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
-from fusion_compiler.codegen.axis_map import FIRST, place_cols, row_loop, rows_at
-from fusion_compiler.codegen.builder import NO_OPTIONS, Builder
 from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
 from fusion_compiler.codegen.names import GLOBAL, own
-from fusion_compiler.codegen.nodes import build_nodes
 from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import (
     checked_late,
@@ -33,40 +29,39 @@ from fusion_compiler.codegen.passes import (
     stored_late,
 )
 from fusion_compiler.codegen.placed import Emitter, Tile
-from fusion_compiler.codegen.regions import passes_over_columns, whole_block
 from fusion_compiler.codegen.rows import RowEmitter
+from fusion_compiler.codegen.segments import SegmentEmitter
 from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
-from fusion_compiler.codegen.sums_over_rows import Sums
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, Store, reads
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
-    COLS,
     ROWS,
     Load,
     LoopNest,
     Random,
     operands_of,
     right_neighbours,
-    store_operands,
     symbols_of,
 )
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
-from fusion_compiler.schedule.analysis import Analysis, along_rows_first, ceil_div, rounding_of
+from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
 from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.registers import tile_registers
-from fusion_compiler.schedule.row_tiles import placement_of
-from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
+from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
+from fusion_compiler.schedule.schedule import WORD, Schedule
 from fusion_compiler.schedule.verifier import placed_registers
 
 # With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
 NOTHING: Mapping[int, int] = {}
+NO_OPTIONS: Mapping[str, Expression] = {}
+FIRST = Literal(0)  # the number of the only program
 
 
 @dataclass(frozen=True)
@@ -122,6 +117,10 @@ def build(
         for loops, schedule in zip(nests, schedules, strict=True)
     ]
     numbers, tickets = itertools.count(), itertools.count()
+    schedules = tuple(
+        schedule if isinstance(schedule, Placement) else without_idle_programs(a, schedule)
+        for a, schedule in zip(analyses, schedules, strict=True)
+    )
     scheduled = list(zip(analyses, schedules, strict=True))
     finishings = [
         None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in scheduled
@@ -246,11 +245,10 @@ class _Part(ABC, Generic[S]):
     """A part of a kernel is one loop nest under its schedule, with the parameters that kernels may take.
 
     registers: the registers a thread that the tiles need.
-    placement: that of the nest, or None if the builder of rows and columns emits it.
     """
 
     registers: float
-    placement: Placement | None = None
+    placement: Placement
 
     def __init__(
         self,
@@ -353,105 +351,38 @@ class _Assembly(_Part[Schedule]):
         self.registers = tile_registers(analysis, schedule)
         self.placement = placement_of(analysis, schedule)
 
-    def builder(
-        self, analysis: Analysis, schedule: Schedule, load_options: Mapping[str, Expression] = NO_OPTIONS
-    ) -> Builder:
-        pointers = self.pointers | {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
-        return Builder(analysis, schedule, pointers, self.dtypes, load_options, self.empty)
-
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        if self.placement is not None:
-            emitter = self.emitter(self.placement)
-            functions = self.replicated_reductions(emitter, f"{name}_first")
-            body, grid = emitter.rows_program(number, self.finishing)
-            functions += self.last_program(emitter, f"{name}_last")
-            body = rewritten(body, roundings(self.a, self.s, self.a.loops.stores))
-            return functions, self.finished(body), grid
-        b = self.builder(self.a, self.s)
-        grid = self.body(b, number)
-        return [], self.finished(rewritten_by(b)), grid
+        emitter = self.emitter()
+        functions = self.replicated_reductions(emitter, f"{name}_first")
+        body, grid = emitter.rows_program(number, self.finishing)
+        functions += self.last_program(emitter, f"{name}_last")
+        return functions, self.finished(rewritten(body, self.roundings())), grid
 
-    def emitter(
-        self, placement: Placement, load_options: Mapping[str, Expression] = NO_OPTIONS
-    ) -> RowEmitter:
-        is_contracting = contracts(self.a, self.s) and contractions_of(self.a)
-        kind = AlignedRowEmitter if placement.word else ContractingEmitter if is_contracting else RowEmitter
+    def emitter(self, load_options: Mapping[str, Expression] = NO_OPTIONS) -> RowEmitter:
+        kind = RowEmitter
+        if self.s.misaligned:
+            kind = AlignedRowEmitter
+        elif self.a.segmented:
+            kind = SegmentEmitter
+        elif contracts(self.a, self.s) and contractions_of(self.a):
+            kind = ContractingEmitter
         mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
-        return kind(self.a, placement, self.pointers | mails, self.dtypes, self.empty, load_options)
+        return kind(self.a, self.placement, self.pointers | mails, self.dtypes, self.empty, load_options)
 
-    def body(self, b: Builder, program: Expression) -> tuple[Dim, ...]:
-        """Build the main part, and return its grid."""
-        s = self.s
-        blocks = ceil_div(self.a.size(ROWS), s.block_rows)
-        share = blocks if s.programs is None else s.programs  # programs along the rows
-        number, grid = place_cols(b, program, share)
-        build_nodes(b, self.finishing.loads if self.finishing is not None else ())
-        if s.programs is not None:
-            sums = self.blocks_in_turn(b, number if s.programs > 1 else FIRST, s.programs)
-        else:
-            if share != 1:
-                rows_at(b, number if b.tile.flat else number * s.block_rows)
-            elif self.a.axes[ROWS]:
-                rows_at(b, FIRST)
-            self.block(b, Sums())
-            sums = Sums.of_tile(b)
-        self.finish(b, sums, number)
-        return grid
-
-    def block(self, b: Builder, sums: Sums) -> None:
-        if self.s.in_passes:
-            passes_over_columns(b, sums)
-        else:
-            whole_block(b)
-
-    def blocks_in_turn(self, b: Builder, program: Expression, programs: int) -> Sums:
-        """Build what does not depend on the row, then a loop over blocks of rows; return the sums."""
-        if self.s.cols is not Cols.LOOP:
-            late = self.a.finish | {i for i, n in enumerate(self.a.level) if n and self.s.in_passes}
-            early = [i for i, g in enumerate(self.a.groups) if ROWS not in g and i not in late]
-            wanted = b.need([*(s.value for s in b.stores_of("main")), *b.accumulated()])
-            build_nodes(b, (i for i in wanted if i in early))
-        sums = Sums.of_blocks(b)
-        with b.inside(row_loop(b, program, programs)):
-            rows_at(b, own("first_row"))
-            sums.begin_block()
-            self.block(b, sums)
-            sums.add_block(b, max(self.a.level, default=0))
-        return sums
-
-    def finish(self, b: Builder, sums: Sums, program: Expression) -> None:
-        """Fold each reduction over rows; store it as a partial result, or build what waits for it."""
-        if self.finishing is None:
-            # Compilers move no load over a sum that threads wait for.
-            wanted = b.need(o for s in b.stores_of("finish") for o in store_operands(s))
-            build_nodes(b, (n for n in wanted if n not in self.a.finish and ROWS not in self.a.groups[n]))
-            for number in self.a.across_rows:
-                b.env[number] = b.let("total", sums.folded(b, number), number)
-            b.tile = replace(b.tile, row_mask=None)
-            for store in b.stores_of("finish"):
-                build_nodes(b, b.need(store_operands(store)))
-                store_one(b, store)
-            return
-        for number, partial in zip(self.a.across_rows, self.finishing.partials, strict=True):
-            wide = COLS in self.a.groups[number]
-            width = self.a.size(COLS) if wide else 1
-            lane = own("col") if wide else None if b.tile.flat else tl.zeros([1, 1], torch.int32)
-            index = plus(program if width == 1 else program * width, lane)
-            mask = b.by_one(self.a.groups[number], b.tile.col_mask if wide else None)
-            b.add(Store(plus(Name(f"{partial.name}_ptr"), index), sums.folded(b, number), mask))
+    def roundings(self) -> Mapping[int, int]:
+        return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
 
     def replicated_reductions(self, emitter: RowEmitter, name: str) -> list[Function]:
         """Return the function that computes replicated reductions (`codegen/ahead.py`), if there are any."""
         replicated = ahead.replicated_of(self.a)
         if replicated is None:
             return []
-        nest, schedule = Analysis(replicated.loops), replicated.schedule(self.s.num_warps)
-        placement = placement_of(nest, schedule)
-        assert placement is not None
+        nest = Analysis(replicated.loops)
+        placement = placement_of(nest, replicated.schedule(self.s.num_warps))
         inner = RowEmitter(nest, placement, self.pointers, self.dtypes, self.empty, NO_OPTIONS)
-        body = rewritten(ahead.statements_of(inner, emitter, replicated), roundings(nest, schedule, ()))
+        body = rewritten(ahead.statements_of(inner, emitter, replicated))
         used = self.used(body)
         ahead.enter(emitter, replicated, inner, Global(name)(*used))
         return [Function(name, used, body)]
@@ -467,8 +398,7 @@ class _Assembly(_Part[Schedule]):
         if second is None or second.counter is None:
             return []
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        assert part.placement is not None
-        inner = part.emitter(part.placement, {"cache_modifier": Literal(".cg")})
+        inner = part.emitter({"cache_modifier": Literal(".cg")})
         loads = {place: emitter.variable_of(emitter.tile(n)) for n, place in second.loads.items()}
         names = {place: Name(f"{variable.base}_{place}") for place, variable in loads.items()}
         for place, loaded in names.items():
@@ -479,7 +409,7 @@ class _Assembly(_Part[Schedule]):
         numbers = [emitter.element(leaf).value for leaf in blocks]
         parameters = [Name("block") for _ in blocks]
         body, _ = inner.rows_program(parameters[0] if blocks else FIRST, None)
-        body = rewritten(body, roundings(part.a, part.s, part.a.loops.stores))
+        body = rewritten(body, part.roundings())
         pointers, ticket = part.used(body), plus(Name(f"{second.counter.name}_ptr"), *numbers)
         last = tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1)
         call = Global(name)(*numbers, *loads.values(), *pointers)
@@ -521,14 +451,9 @@ def rewritten(body: list[Statement], stored_at_once: Mapping[int, int] = NOTHING
     return body
 
 
-def rewritten_by(b: Builder) -> list[Statement]:
-    """Return the tile program of a builder after all rewrites but `_Part.finished`."""
-    return rewritten(b.body, roundings(b.a, b.s, b.stores_of("main")))
-
-
-def roundings(a: Analysis, s: Schedule, stores: Sequence[LoopStore]) -> dict[int, int]:
+def roundings(a: Analysis, stores: Sequence[LoopStore]) -> dict[int, int]:
     """Return the nodes that round, each with the node that it rounds, if `stored_early` may move stores."""
-    if s.in_passes or s.misaligned or right_neighbours(a.loops.axes, enumerate(stores)):
+    if right_neighbours(a.loops.axes, enumerate(stores)):
         return {}
     return {i: operands_of(n)[0] for i, n in enumerate(a.loops.nodes) if rounding_of(n) is not None}
 

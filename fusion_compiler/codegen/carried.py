@@ -25,6 +25,7 @@ from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.ir.loops import COLS
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import WORD
 
 # Least iterations of a block for a state per lane, which costs as much as one element per lane.
@@ -240,9 +241,9 @@ class State(Protocol):
     def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]: ...
 
 
-def states_of(e: RowTiles, reductions: Sequence[int]) -> list[State]:
+def states_of(a: Analysis, reductions: Sequence[int]) -> list[State]:
     """Return the states of one pass over the columns, in the order of the reductions."""
-    of_two: dict[int, State] = {total: Softmax(peak, total) for total, peak in e.a.online.items()}
-    of_two |= {squares: Moments(total, mean, squares) for squares, (total, mean) in e.a.moments.items()}
+    of_two: dict[int, State] = {total: Softmax(peak, total) for total, peak in a.online.items()}
+    of_two |= {squares: Moments(total, mean, squares) for squares, (total, mean) in a.moments.items()}
     inner = {n for state in of_two.values() for n in state.numbers} - of_two.keys()
     return [of_two.get(n, Plain(n)) for n in reductions if n not in inner]

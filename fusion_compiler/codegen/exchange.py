@@ -9,28 +9,23 @@ tile program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.monoids import is_logical, neutral
-from fusion_compiler.codegen.names import own
-from fusion_compiler.codegen.online_reductions import Running, complete_after, states_of
+from fusion_compiler.codegen.carried import states_of
 from fusion_compiler.codegen.tile import (
     Assign,
     Boxes,
-    For,
-    Range,
     Scope,
     Signal,
     Statement,
     Store,
     Wait,
 )
-from fusion_compiler.ir.loops import ROWS, Reduce
-from fusion_compiler.ir.syntax import Expression, Name, Operand, Var, Variable, fm, lift, plus, tl
+from fusion_compiler.ir.loops import Reduce
+from fusion_compiler.ir.syntax import Expression, Name, Operand, Var, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.shapes import padded
 
@@ -43,11 +38,8 @@ def mailbox(message: tuple[int, ...]) -> str:
 def messages(a: Analysis) -> Iterator[tuple[int, ...]]:
     """Yield, for each message of all passes, the reductions whose values it holds."""
     for level in range(1, max((a.level[i] for i in a.reductions), default=0) + 1):
-        yield from _messages(a, states_of(a, complete_after(a, level)))
-
-
-def _messages(a: Analysis, states: Sequence[Running]) -> list[tuple[int, ...]]:
-    return messages_of(a, [n for state in states for n in state.numbers])
+        complete = [n for n in a.reductions if n not in a.finish and a.level[n] == level]
+        yield from messages_of(a, [n for state in states_of(a, complete) for n in state.numbers])
 
 
 def messages_of(a: Analysis, numbers: Sequence[int]) -> list[tuple[int, ...]]:
@@ -55,65 +47,6 @@ def messages_of(a: Analysis, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     floats = [n for n in numbers if accumulator_dtype(reduction_of(a, n)) is torch.float32]
     pairs = [tuple(floats[i : i + 2]) for i in range(0, len(floats), 2)]
     return pairs + [(n,) for n in numbers if n not in floats]
-
-
-def exchange(b: Builder, states: Sequence[Running], names: Sequence[Sequence[Variable]]) -> None:
-    """Every program of a block of rows sends its values to the others, waits for theirs, and merges all."""
-    splits = b.s.splits
-    part, parts = own("part"), b.define("parts", tl.arange(0, padded(splits)))
-    rows = _rows_left(b)
-    pairs = list(zip(states, names, strict=True))
-    sent = {n: v for state, variables in pairs for n, v in zip(state.numbers, variables, strict=True)}
-    theirs: dict[int, Variable] = {number: Var(f"all_{b.base_of(number)}") for number in sent}
-    received: list[Wait] = []
-    for message in _messages(b.a, states):
-        values: list[Expression] = [sent[n] for n in message]
-        if is_logical(b.reduction(message[0])):
-            values = [sent[message[0]].to(torch.int32)]
-        first = own("row" if b.tile.flat else "first_row")
-        mail = plus(b.pointers[mailbox(message)], first * (splits * splits))
-        b.add(Signal(Boxes(plus(mail, parts * splits, part), parts < splits, rows), tuple(values)))
-        neutrals = tuple(lift(neutral(b.reduction(n))) for n in message)
-        boxes = Boxes(plus(mail, part * splits, parts), parts < splits, rows)
-        received.append(Wait(tuple(theirs[n] for n in message), boxes, values[0], neutrals))
-    if b.tile.flat:
-        for wait in received:
-            b.add(wait)
-        for state, variables in pairs:
-            state.merge(b, variables, [theirs[number] for number in state.numbers])
-    else:
-        _merge_rows(b, states, names, theirs, received)
-
-
-def _rows_left(b: Builder) -> tuple[Expression, ...]:
-    """Return `Boxes.rows`, which is empty for a block of one row."""
-    if b.tile.flat:
-        return ()
-    apart = b.s.rows_apart
-    rows = lift(b.a.size(ROWS)) - own("first_row") if b.tile.row_mask else lift(b.s.block_rows * apart)
-    return (rows, lift(apart), lift(b.s.splits**2))
-
-
-def _merge_rows(
-    b: Builder,
-    states: Sequence[Running],
-    names: Sequence[Sequence[Variable]],
-    theirs: Mapping[int, Variable],
-    received: Sequence[Wait],
-) -> None:
-    """Merge row by row: tiles [rows, parts] would need a change of layout, and a barrier for each."""
-    messages = [Var("messages") for _ in received]
-    for message, wait in zip(messages, received, strict=True):
-        b.add(replace(wait, targets=(message,)))
-    r = own("r")
-    with b.inside(For(r, Range(lift(0), lift(b.s.block_rows), static=True))), b.one_row():
-        for message, wait in zip(messages, received, strict=True):
-            b.add(Assign(wait.targets, message[r]))
-        for state, variables in zip(states, names, strict=True):
-            merged = [Var(f"one_{name.base}") for name in variables]
-            state.merge(b, merged, [theirs[number] for number in state.numbers])
-            for name, one in zip(variables, merged, strict=True):
-                b.set(name, fm.with_row(name, r, one))
 
 
 def reduction_of(a: Analysis, number: int) -> Reduce:

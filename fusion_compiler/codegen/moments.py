@@ -10,15 +10,12 @@ correction for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.tile import Assign
-from fusion_compiler.ir.loops import COLS, Compute, Dim, Load, LoopNest, operands_of
-from fusion_compiler.ir.syntax import Expression, Var, fm
-from fusion_compiler.schedule.analysis import HALVES, rounding_of, waiting
+from fusion_compiler.ir.loops import Compute, Dim, Load, LoopNest, operands_of
+from fusion_compiler.schedule.analysis import HALVES, rounding_of
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -56,19 +53,3 @@ def operands(loops: LoopNest, number: int) -> tuple[int, int]:
     (square,) = operands_of(loops.nodes[number])
     (difference, *_) = operands_of(loops.nodes[square])
     return difference, square
-
-
-def build_squares(b: Builder, number: int, tiles: Sequence[Expression]) -> None:
-    """Build a sum of squares around a mean, and correct both. Values computed from the mean are built again.
-    tiles: of the squares, and of the differences."""
-    _, mean = b.a.moments[number]
-    middle = b.loops.nodes[mean]
-    assert isinstance(middle, Compute)
-    squares, rest = Var(b.base_of(number)), Var("rest")
-    b.add(Assign((squares, rest), fm.sums(*tiles, b.col_axis, not b.tile.flat)))
-    corrected = Var(str(middle.target._opname).lstrip("_"))
-    value = fm.corrected(b.env[mean], squares, rest, b.a.size(COLS))
-    b.add(Assign((corrected, squares), value))
-    for dependent in waiting(b.loops, (mean,)) & b.env.keys():
-        del b.env[dependent]
-    b.env[mean], b.env[number] = corrected, squares

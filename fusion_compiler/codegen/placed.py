@@ -438,7 +438,7 @@ class Emitter:
         values = [check.value for check in checks]
         return self.joined(cast(Expression, every(*values)), *checks) if checks else None
 
-    def check(self, name: str, base: Tile, offset: int, size: Dim) -> Tile:
+    def check(self, name: str, base: Tile, offset: int, size: Dim | Name) -> Tile:
         condition = plus(base.value, offset or None) < lift(size)
         with self.in_scope(self.home_of(base)):
             return self.joined(self.let(f"{_identifier(name)}_inside", condition), base)

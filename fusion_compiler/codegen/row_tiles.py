@@ -176,6 +176,11 @@ class RowTiles(Emitter):
             return tl.full(self.shape(frozenset({self.lanes[-1]})), 0, self.reduction(number).dtype)
         return term.value if isinstance(term.value, Var) else self.let("x", term.value)
 
+    def row_number(self) -> Tile | None:
+        """Return the numbers of the block's rows, or None if there is just one."""
+        rows = {self.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
+        return self.coordinate(rows.pop())[0] if rows else None
+
     def variable_of(self, tile: Tile) -> Var:
         assert isinstance(tile.value, Var)
         return tile.value
@@ -197,8 +202,12 @@ class RowTiles(Emitter):
 
     def first_column(self) -> Expression:
         """Return the first column of the block."""
-        seen, shared = self.seen(), self.shared
-        return seen if shared is None else self.element(shared).value * shared.step + seen
+        return self.sum_of(self.first_parts())
+
+    def first_parts(self, unit: int = 1) -> list[tuple[Tile, int]]:
+        """Return the parts of the block's first column, as `part` does."""
+        loops = self.loops_of(self.of_axes(self.columns))
+        return [self.part(leaf, unit) for leaf in (self.shared, *loops) if leaf is not None]
 
     def counts_of_parts(self) -> Expression:
         """Return the number of columns of each program's part of a row, as float32."""
@@ -343,7 +352,7 @@ class RowTiles(Emitter):
         """True if a tile stays in registers as it was loaded, while programs wait for each other. What was
         computed from it is computed again, which leaves room for more programs."""
         in_tile = self.shared is not None and not self.loops_of(self.of_axes(self.columns))
-        is_full = self.a.groups[number] == frozenset({ROWS, COLS})
+        is_full = self.is_full(number) and self.lanes[-1] in self.depends[number]
         return in_tile and is_full and self.dtypes[node.buffer] in KEPT and node.buffer not in self.empty
 
     def compute_again(self, wanted: Sequence[int]) -> None:

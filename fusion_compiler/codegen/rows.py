@@ -7,6 +7,7 @@ the second stage (`codegen.finishing`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,6 +119,7 @@ class RowEmitter(RowTiles):
             plain = (n for n in needed if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
             first = (*first, *sorted(n for n in plain if n not in in_pairs))
         self.compute((*first, *sorted(needed)))
+        self.partial_results(self.a.segmented)
         self.store_rows(stores)
 
     def matrices(self, needed: Iterable[int]) -> list[int]:
@@ -139,15 +141,18 @@ class RowEmitter(RowTiles):
         if self.placement.num_stages == 1:
             needed = sorted(self.needed_by(o for s in self.one_by_one(of_row) for o in self.read_by(s)))
             self.compute(n for n in needed if not level[n] and COLS not in self.a.groups[n])
-        last = max([*(level[n] for n in reductions), *(level[s.value] + 1 for s in full)], default=0) - 1
+        levels = [level[n] for n in (*reductions, *self.a.segmented)] + [level[s.value] + 1 for s in full]
+        last = max(levels, default=0) - 1
         for number in range(last + 1):
             self.is_last_pass = number == last
             states = self.states([n for n in reductions if level[n] == number + 1])
             states = states if loop is None else [by_words(self, state) for state in states]
             writes = [s for s in full if level[s.value] == number]
-            if not states and not writes:
+            partial = [n for n in self.a.segmented if level[n] == number + 1]
+            if not states and not writes and not partial:
                 continue
-            values = self.one_tile(states, writes) if loop is None else self.one_pass(states, writes, loop)
+            pass_over = self.one_tile if loop is None else functools.partial(self.one_pass, loop)
+            values = pass_over(states, partial, writes)
             if states and self.shared is not None:
                 exchange(self, self.shared, states, values)
                 self.compute_again([o for s in stores for o in self.read_by(s)])
@@ -159,7 +164,7 @@ class RowEmitter(RowTiles):
 
     def states(self, reductions: Sequence[int]) -> list[State]:
         """Return what a pass keeps for some reductions."""
-        return states_of(self, reductions)
+        return states_of(self.a, reductions)
 
     def one_by_one(self, stores: Sequence[Store]) -> Sequence[Store]:
         """Return the stores whose values are computed one by one."""
@@ -173,28 +178,38 @@ class RowEmitter(RowTiles):
         """Return what sums over rows are computed of."""
         return [self.reduction(n).operand for n in self.a.across_rows]
 
-    def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
+    def partial_results(self, numbers: Sequence[int]) -> None:
+        """Store the block's part of reductions that keep a part of a group (`codegen.partial_reductions`)."""
+        assert not numbers
+
+    def needed_in_pass(
+        self, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
+    ) -> list[int]:
         """Return the nodes that a pass needs, those of rows computed."""
         wanted = [n for state in states for n in state.reads(self)]
+        wanted += [self.reduction(n).operand for n in partial]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
         return needed
 
-    def one_tile(self, states: Sequence[State], stores: Sequence[Store]) -> list[tuple[Var, ...]]:
+    def one_tile(
+        self, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
+    ) -> list[tuple[Var, ...]]:
         """Emit a pass over a tile that holds the program's part of the rows; return the states."""
-        self.compute(self.needed_in_pass(states, stores))
+        self.compute(self.needed_in_pass(states, partial, stores))
+        self.partial_results(partial)
         self.add_block(max((self.a.level[n] for state in states for n in state.numbers), default=1) - 1)
         values = [state.single(self) for state in states]
         self.store_all(stores)
         return values
 
     def one_pass(
-        self, states: Sequence[State], stores: Sequence[Store], loop: Leaf
+        self, loop: Leaf, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
     ) -> list[tuple[Var, ...]]:
         """Emit a loop over whole blocks of columns, then the rest in a block of as few lanes as it needs;
         return the states."""
-        needed = self.needed_in_pass(states, stores)
+        needed = self.needed_in_pass(states, partial, stores)
         size, lanes = self.a.size(COLS), self.lanes[-1].lanes
         is_reverse = True in self.a.directions
         blocks, self.rest, rest_lanes = loop.extent, 0, 0
@@ -214,6 +229,7 @@ class RowEmitter(RowTiles):
             self.compute(needed)
             for state, variables in zip(states, values, strict=True):
                 add(state, variables)
+            self.partial_results(partial)
             self.store_all(stores)
 
         self.ends[loop.name], self.is_whole = self.end_of(loop, blocks), is_cut
@@ -266,7 +282,7 @@ class RowEmitter(RowTiles):
     def finish(self) -> None:
         """Emit the stores that wait for sums over rows, all of which the program has. Compilers move no load
         over a sum that threads wait for."""
-        late = [store for store in self.loops.stores if store.value in self.a.finish]
+        late = [store for store in self.loops.stores if store.value in self.a.after_rows]
         needed = self.needed_by(o for store in late for o in self.read_by(store))
         rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
         for n in sorted(needed):

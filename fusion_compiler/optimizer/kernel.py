@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_compiler.codegen.assemble import rewritten_by
-from fusion_compiler.codegen.builder import Builder
-from fusion_compiler.codegen.nodes import build_nodes
-from fusion_compiler.codegen.regions import whole_block
+from fusion_compiler.codegen.assemble import rewritten, roundings
+from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement
 from fusion_compiler.ir.dag import OpDag, build
@@ -38,7 +37,7 @@ from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.placement import At, Place, Placement
 
 BLOCK, WARPS = 1024, 4  # measured: .99 of the copy bandwidth over one flat tensor (AdamW in bfloat16, H200)
 COUNT, FACTOR = "count", "factor"
@@ -151,7 +150,7 @@ def _loops(dag: OpDag) -> LoopNest:
     indices = [n.index for n in loops.nodes if isinstance(n, Load)] + [s.index for s in loops.stores]
     if len(loops.axes) != 1 or any(i not in (along, Index(0, ())) for i in indices):
         raise Refused("its elements are not updated each from itself")
-    return replace(loops, axes=(replace(loops.axes[0], size=BLOCK, group=COLS),))
+    return replace(loops, axes=(replace(loops.axes[0], name="col", size=BLOCK, group=COLS),))
 
 
 def _buffers(loops: LoopNest) -> set[str]:
@@ -169,25 +168,41 @@ def _program(
 ) -> list[Statement]:
     """The tile program of a block, masked where it may end within. clipped: what is multiplied by the factor.
     rounded: what is rounded at random."""
-    b = Builder(Analysis(loops), Schedule(1, BLOCK, Cols.GRID, num_warps=WARPS), pointers, dtypes)
-    b.rough = frozenset()  # what is trained by it adds up over many steps
+    emitter = _BlockEmitter(loops, pointers, dtypes, masked)
+    tiles = emitter.scopes[0].tiles
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Load) and node.buffer in numbers:
-            b.env[i] = Name(node.buffer)
-    col = b.define("col", tl.arange(0, BLOCK))
-    if masked:
-        b.tile = replace(b.tile, col_mask=b.define("col_inside", col < Name(COUNT)))
+            tiles[emitter.key(i)] = Tile(Name(node.buffer))
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Load) and node.buffer == clipped:
-            build_nodes(b, b.need((i,)))
-            b.env[i] = b.let("clipped", b.env[i] * Name(FACTOR))
+            tile = emitter.tile(i)
+            value = emitter.let("clipped", tile.value * Name(FACTOR))
+            tiles[emitter.key(i)] = replace(tile, value=value)
     for value in (store.value for store in loops.stores if store.buffer == rounded):
-        build_nodes(b, b.need((value,)))
+        tile = emitter.tile(value)
         seed, parameter, first = map(Name, RANDOM)
         words = fm.words_block(seed, first // 4 + tl.arange(0, BLOCK // 4), parameter)
-        b.env[value] = b.let("rounded", fm.stochastic(b.env[value], words))
-    whole_block(b)
-    return rewritten_by(b)
+        random = emitter.let("rounded", fm.stochastic(tile.value, words))
+        tiles[emitter.key(value)] = replace(tile, value=random)
+    emitter.block(loops.stores)
+    return rewritten(emitter.scopes[0].body, roundings(emitter.a, loops.stores))
+
+
+class _BlockEmitter(RowEmitter):
+    """Emits the program of one block. masked: elements from COUNT on do not exist."""
+
+    def __init__(
+        self, loops: LoopNest, pointers: Mapping[str, Name], dtypes: Mapping[str, torch.dtype], masked: bool
+    ) -> None:
+        placement = Placement((At(loops.axes[0].name, Place.LANES),), WARPS)
+        super().__init__(Analysis(loops), placement, pointers, dtypes, frozenset(), {})
+        self.masked_end, self.rough = masked, frozenset()  # what is trained by it adds up over many steps
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        col, _ = self.coordinate(0)
+        if not self.masked_end or not axes or col is None:
+            return None
+        return self.check("col", col, 0, Name(COUNT))
 
 
 def _doc(name: str, bodies: Sequence[_Body]) -> str:

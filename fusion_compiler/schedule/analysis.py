@@ -558,15 +558,9 @@ def part_cols(a: Analysis, s: Schedule) -> Dim:
     return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
 
 
-def accumulated_groups(a: Analysis, s: Schedule, number: int) -> frozenset[str]:
-    """Return the groups over which the accumulator of a sum over rows varies, in a loop over blocks of rows.
-
-    The accumulator has a lane for every row of the block. If the columns alone occupy all threads, as in rows
-    that programs share, it has none, and each block's sum is added to it.
-    """
-    (operand,) = operands_of(a.loops.nodes[number])
-    groups = a.groups[operand] | a.over(number)
-    return groups - {ROWS} if s.splits > 1 or number in a.weighted_columns else groups
+def parts_of(a: Analysis, s: Schedule) -> Dim:
+    """Return how many programs that share a row have columns."""
+    return ceil_div(a.size(COLS) + max(s.word - 1, 0), hint(part_cols(a, s)))
 
 
 def inner_cols(a: Analysis, s: Schedule) -> Dim:
@@ -599,11 +593,12 @@ class Pieces:
     count: int
 
 
-def pieces_of(a: Analysis, s: Schedule, number: int) -> Pieces:
-    """Return the pieces that blocks reduce for a reduction over segments; none crosses a segment's end."""
+def pieces_of(a: Analysis, block_cols: int, number: int) -> Pieces:
+    """Return the pieces that blocks of so many columns reduce for a reduction over segments; none crosses a
+    segment's end."""
     segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
     assert isinstance(width, int), "segments have a known size"
-    columns = s.block_cols if segment is None else min(largest_aligned_block(segment), s.block_cols)
+    columns = block_cols if segment is None else min(largest_aligned_block(segment), block_cols)
     return Pieces(columns, -(-width // columns))
 
 

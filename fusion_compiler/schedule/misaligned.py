@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import gcd
 
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Random
-from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, part_cols
+from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, part_cols, parts_of
 from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
 
 WORDS = (WORD, WORD // 2)
@@ -91,7 +91,8 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
     part, inner = part_cols(a, s), inner_cols(a, s)
     assert isinstance(part, int) and isinstance(inner, int)
     if s.cols is Cols.LOOP:
-        return 0 < inner < width <= (inner // part + 1) * part
+        is_shared_by_all = s.splits == 1 or parts_of(a, s) == s.splits
+        return is_shared_by_all and 0 < inner < width <= (inner // part + 1) * part
     return s.splits * part >= width + s.word - 1 and (s.splits - 1) * part < width
 
 

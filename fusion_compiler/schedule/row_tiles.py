@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
-from fusion_compiler.schedule.analysis import Analysis, ceil_div, part_cols
+from fusion_compiler.schedule.analysis import Analysis, part_cols, parts_of
 from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, In, Place, Placement, Split, Stage
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
@@ -12,13 +14,13 @@ from fusion_compiler.schedule.shapes import padded
 NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
 
 
-def placement_of(a: Analysis, s: Schedule) -> Placement | None:
-    """Return the placement of a schedule, or None if placements do not describe it."""
-    if a.inner or a.segmented:
-        return None
-    lanes = a.size(COLS) + max(s.word - 1, 0)
-    if s.splits > 1 and ceil_div(lanes, hint(part_cols(a, s))) != s.splits:
-        return None  # some programs would have no columns
+def without_idle_programs(a: Analysis, s: Schedule) -> Schedule:
+    """Return a schedule in which every program that shares a row has columns."""
+    return s if s.splits == 1 else replace(s, splits=hint(parts_of(a, s)))
+
+
+def placement_of(a: Analysis, s: Schedule) -> Placement:
+    """Return the placement of a schedule, in which every program that shares a row has columns."""
     directives: list[Directive] = []
     for group in GROUPS:
         axes = a.axes[group]

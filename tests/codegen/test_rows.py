@@ -19,7 +19,7 @@ from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Re
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.row_tiles import placement_of
+from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, not_as_close
 
@@ -100,7 +100,7 @@ def sum_of_shared(width: int) -> LoopNest:
 def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
     analysis = Analysis(sum_of_shared(317))
     placement = placement_of(analysis, form)
-    assert placement is not None and Placement.parse(str(placement)) == placement
+    assert Placement.parse(str(placement)) == placement
     axes = placement.axes(analysis.loops.axes)
     leaves = placement.leaves(analysis.loops.axes)
     for number, axis in enumerate(axes):
@@ -111,8 +111,8 @@ def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
 
 def test_every_program_that_shares_a_row_has_columns() -> None:
     analysis = Analysis(sum_of_shared(317))
-    assert placement_of(analysis, Schedule(1, 128, Cols.WHOLE, splits=3)) is not None
-    assert placement_of(analysis, Schedule(1, 128, Cols.WHOLE, splits=4)) is None
+    for splits, with_columns in ((3, 3), (4, 3), (16, 3), (2, 2)):
+        assert without_idle_programs(analysis, Schedule(1, 128, Cols.WHOLE, splits=splits)).splits == with_columns
 
 
 def test_misaligned_rows_do_not_add_up_what_lies_behind_a_vector() -> None:
