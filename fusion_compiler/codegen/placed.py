@@ -431,7 +431,8 @@ class Emitter:
             covered = product(leaf.extent for leaf in leaves)
             if turns := [self.turns[leaf] for leaf in leaves if leaf in self.turns]:
                 covered = product((ceil_div(size, turns[0].step), turns[0].step))
-            padded = not several and leaves[0].place is Place.LANES and leaves[0].lanes != size
+            (leaf, *_) = leaves
+            padded = not several and leaf.place is Place.LANES and leaf.lanes * leaf.step != size
             base, offset = self.coordinate(axis)
             if base is not None and (padded or quotient(size, covered) is None or size == 0):
                 checks.append(self.check(self.axes[axis].name, base, offset, size))
