@@ -19,7 +19,7 @@ from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
-from fusion_compiler.codegen.names import GLOBAL, own
+from fusion_compiler.codegen.names import GLOBAL
 from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import (
     checked_late,
@@ -203,7 +203,7 @@ def _kernel(parts: list[_Assembly | _Placed], name: str, doc: str) -> Kernel:
     if len(parts) == 1:
         functions, body, grid = parts[0].program(name, tl.program_id(0))
         return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
-    program = own("program")
+    program = Name("program")
     functions, calls = list[Function](), list[tuple[Dim, Do]]()
     end: Dim = 0
     for position, part in enumerate(parts):

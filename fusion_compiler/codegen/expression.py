@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import struct
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
-from fusion_compiler.ir.loops import Axis, Compute, Index, Value, wrapped
+from fusion_compiler.ir.loops import Compute, Value, wrapped
 from fusion_compiler.ir.ops import Operands, spec_of
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, fm, lift, plus, times, tl
+from fusion_compiler.ir.syntax import Expression, Global, Literal, fm, tl
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that select among the others
 _SMALL = (torch.int8, torch.uint8, torch.int16)
-
-
-def index_of(index: Index, axis: Callable[[int], Operand], value: Callable[[int], Operand]) -> Expression:
-    """Return const + sum(axis * stride). The two functions return axes and gathered values."""
-    terms: list[Expression] = []
-    for key, coeff in sorted(index.terms, key=lambda t: t[0] if t[0] >= 0 else -1 - t[0] - (1 << 20)):
-        term = axis(key) if key >= 0 else value(~key)
-        terms.append(times(term) if coeff == 1 else times(term, coeff))
-    if isinstance(index.const, int) and (index.const or not terms):
-        return plus(*terms, index.const)
-    return functools.reduce(operator.add, terms if index.const == 0 else [*terms, lift(index.const)])
-
-
-def decompose(axes: tuple[Axis, ...], number: int, flat: Operand) -> Expression:
-    """Return one axis of a group, extracted from the element number of the group."""
-    inner = [a.size for a in axes[number + 1 :]]
-    value = lift(flat) // times(*inner) if inner else lift(flat)
-    return value if number == 0 else value % axes[number].size
 
 
 def convert(value: Expression, source_dtype: torch.dtype, want: torch.dtype) -> Expression:

@@ -13,8 +13,7 @@
     value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
 
 Variables are objects (`syntax.Var`) that get their names when the program is printed (`text.py`), so passes
-(`passes.py`) can move and repeat statements. Variables with the same meaning in every kernel, such as `row`
-and `col`, have fixed names (`names.Own`).
+(`passes.py`) can move and repeat statements. A loop's variable has a fixed name (`syntax.Name`).
 """
 
 from __future__ import annotations

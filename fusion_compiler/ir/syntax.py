@@ -138,7 +138,7 @@ class Var(Expression):
 
 @dataclass(frozen=True)
 class Name(Expression):
-    """A Name is a parameter, or a variable that has the same name in every kernel (`names.Own`)."""
+    """A Name is a parameter, or a variable whose name is chosen where it is made, such as a loop's."""
 
     base: str
 

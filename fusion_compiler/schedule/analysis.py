@@ -50,7 +50,6 @@ from fusion_compiler.schedule.schedule import WORD, Schedule
 aten = torch.ops.aten
 
 
-KEEP_ZERO = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor})  # zero if all operands are zero
 HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
 FEW_SUMS = 2  # over rows: a program keeps a tile for each
@@ -316,23 +315,6 @@ class Analysis:
 
     def over(self, node: int) -> frozenset[str]:
         return self._over[node]
-
-    @cached_property
-    def zero_in_missing_rows(self) -> frozenset[int]:
-        """Return the values that are zero in rows beyond the last: masked loads, their sums and products."""
-        zero: set[int] = set()
-        for i, node in enumerate(self.loops.nodes):
-            match node:
-                case Load(index=index):
-                    is_zero = any(k >= 0 and self.loops.axes[k].group == ROWS for k, _ in index.terms)
-                case Compute(target, operands) if target in KEEP_ZERO:
-                    terms = [value for name, value in operands if name != "alpha"]
-                    is_zero = all(isinstance(v, Value) and v.node in zero for v in terms)
-                case _:
-                    is_zero = False
-            if is_zero:
-                zero.add(i)
-        return frozenset(zero)
 
     @cached_property
     def finish(self) -> frozenset[int]:

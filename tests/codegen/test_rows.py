@@ -112,7 +112,8 @@ def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
 def test_every_program_that_shares_a_row_has_columns() -> None:
     analysis = Analysis(sum_of_shared(317))
     for splits, with_columns in ((3, 3), (4, 3), (16, 3), (2, 2)):
-        assert without_idle_programs(analysis, Schedule(1, 128, Cols.WHOLE, splits=splits)).splits == with_columns
+        schedule = Schedule(1, 128, Cols.WHOLE, splits=splits)
+        assert without_idle_programs(analysis, schedule).splits == with_columns
 
 
 def test_misaligned_rows_do_not_add_up_what_lies_behind_a_vector() -> None:
