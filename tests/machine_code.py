@@ -1,0 +1,138 @@
+"""python -m tests.machine_code FILE: the machine code of kernels for an H200, or what changed of it.
+
+The first time it writes, of each kernel, how many instructions of each sort it has, its registers and what it
+keeps in memory; then it prints the kernels of which that is different. No GPU is needed. Where a change of
+codegen leaves it as it is, kernels are as fast as before, whatever their text.
+
+Kernels are the first candidates of the golden cases, and of products of few rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+import fusion_compiler as fc
+from fusion_compiler.api import Compiler
+from fusion_compiler.ir.canonical import canonical
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.ir.plan_text import execution_order
+from fusion_compiler.options import Options
+from fusion_compiler.runtime.target import compile_for, instructions
+from tests.golden_cases import DEVICE, MAKERS, programs_of
+
+TARGET = "sm_90"
+ROWS = (1, 2, 4, 8, 16)
+MORE = 0.02  # share of instructions by which a kernel may differ without a mark
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
+
+
+def gated(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    x = rms_norm(x, norm)
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def of_columns(x: Tensor, matrix: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return torch.addmm(bias, F.layer_norm(x, x.shape[-1:]), matrix) + residual
+
+
+def of_bytes(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
+    return F.linear(x, matrix.to(x.dtype)) * scale
+
+
+def of_nibbles(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
+    low, high = (matrix & 15).to(x.dtype) - 8, (matrix >> 4).to(x.dtype) - 8
+    rows = len(matrix)
+    scaled = torch.stack((low, high), -1).reshape(rows, -1, 128) * scale[:, :, None]
+    return F.linear(x, scaled.reshape(rows, -1))
+
+
+def products() -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    for rows in ROWS:
+        x = empty(rows, 2048)
+        yield f"linear, {rows} rows", F.linear, [x, empty(2048, 2048)]
+        yield f"linear of odd sizes, {rows} rows", F.linear, [empty(rows, 2003), empty(2001, 2003)]
+        yield f"gated, {rows} rows", gated, [x, empty(2048), empty(8192, 2048), empty(8192, 2048)]
+        others = empty(1024, 4096), empty(4096), empty(rows, 4096)
+        yield f"of columns, {rows} rows", of_columns, [empty(rows, 1024), *others]
+        yield f"of bytes, {rows} rows", of_bytes, [x, empty(2048, 2048, dtype=torch.int8), empty(2048)]
+        nibbles = empty(2048, 1024, dtype=torch.uint8)
+        yield f"of nibbles, {rows} rows", of_nibbles, [x, nibbles, empty(2048, 16)]
+
+
+def kernels() -> Iterator[tuple[str, Kernel]]:
+    """The case and name of each kernel, and the kernel."""
+    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
+    for case in MAKERS:
+        for program in programs_of(case):
+            yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
+    for case, fn, inputs in products():
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            plans = fc.explain(fn, *map(mode.from_tensor, inputs), device=DEVICE).plans
+        for plan in plans:
+            for cluster in execution_order(plan):
+                key = canonical(cluster, plan.dag)
+                program, *_ = compiler.emit(key, cluster, plan.dag, device)
+                yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
+
+
+def summary(kernel: Kernel) -> dict[str, Any]:
+    binary = compile_for(kernel, TARGET)
+    sorts = Counter(name.partition(".")[0] for name in instructions(kernel, TARGET))
+    counts = dict(sorted(sorts.items()))
+    return {"registers": binary.registers, "spills": binary.spills, "instructions": counts}
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What changed of a kernel, marked where it has more instructions by a share of MORE, or spills more."""
+    counts = [sum(each["instructions"].values()) for each in (before, now)]
+    mark = "! " if counts[1] > (1 + MORE) * counts[0] or now["spills"] > before["spills"] else "  "
+    sorts = {*before["instructions"], *now["instructions"]}
+    pairs = {s: [each["instructions"].get(s, 0) for each in (before, now)] for s in sorted(sorts)}
+    changed = ", ".join(f"{s} {a} to {b}" for s, (a, b) in pairs.items() if a != b)
+    registers = f"registers {before['registers']} to {now['registers']}"
+    return f"{mark}{counts[0]} to {counts[1]} instructions, {registers}: {changed}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--filter", default="", help="cases and kernels that match this regular expression")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args()
+    named = dict(pair for pair in kernels() if re.search(given.filter, pair[0]))
+    with ProcessPoolExecutor(given.jobs) as pool:
+        now = dict(zip(named, pool.map(summary, named.values()), strict=True))
+    if not given.file.exists():
+        given.file.write_text(json.dumps(now, indent=1))
+        print(f"{len(now)} kernels")
+        return 0
+    before = {name: each for name, each in json.loads(given.file.read_text()).items() if name in now}
+    others = {name: difference(each, now[name]) for name, each in before.items() if each != now[name]}
+    for name, text in others.items():
+        print(f"{name}\n  {text}")
+    print(f"{len(now)} kernels, {len(before) - len(others)} of {len(before)} as before")
+    return any(text.startswith("!") for text in others.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
