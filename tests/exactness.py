@@ -28,7 +28,7 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner
-from fusion_compiler.schedule import misaligned, space, wide_rows
+from fusion_compiler.schedule import looped, misaligned, space
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
@@ -118,7 +118,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
     if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
         kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
-        if space.fits(wide_rows, analysis, device):
+        if space.fits(looped, analysis, device):
             kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
             kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.schedule import misaligned, rows, wide_rows
+from fusion_compiler.schedule import inner_reduction, looped, misaligned
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -84,11 +84,11 @@ def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Co
     if not along:
         yield from ((Cols.GRID, block, 1) for block in powers(16, min(width, WIDEST_BLOCK)))
         return
-    looped = wide_rows.suits(a) and wide_rows.refuses(a, device) is None
-    if looped:
+    is_looped = looped.suits(a) and looped.refuses(a, device) is None
+    if is_looped:
         yield from ((Cols.LOOP, block, 1) for block in powers(128, min(width, WIDEST_BLOCK)))
     if a.shareable:
-        yield from (s for s in _shared(width) if looped or s[0] is Cols.WHOLE)
+        yield from (s for s in _shared(width) if is_looped or s[0] is Cols.WHOLE)
 
 
 def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
@@ -105,7 +105,7 @@ def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule
     """Yield the schedule with one block of rows per program, and with programs that loop over blocks."""
     blocks = -(-hint(a.size(ROWS)) // tile.block_rows)
     across = -(-hint(a.size(COLS)) // tile.block_cols) if tile.cols is Cols.GRID else 1
-    if not a.across_rows or blocks == 1 or (blocks <= rows.MOST_PARTIALS and not a.ends_in_a_row):
+    if not a.across_rows or blocks == 1 or (blocks <= inner_reduction.MOST_PARTIALS and not a.ends_in_a_row):
         stages = STAGES if tile.cols is Cols.LOOP else STAGES[:1]
         yield from (replace(tile, num_stages=s) for s in stages)
     if not isinstance(a.size(ROWS), int) or (tile.splits > 1 and tile.cols is Cols.LOOP):

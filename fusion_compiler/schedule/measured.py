@@ -27,7 +27,9 @@ Trait = Callable[[Analysis], bool]
 
 ANY = 1 << 60  # columns: the row applies to any width
 # How many numbers a shape of each kind has.
-KINDS = {"flat": (3,), "persistent": (4,), "shared": (5,), "rows": (3, 4), "wide": (3, 4)}
+KINDS = {
+    "pointwise": (3,), "persistent": (4,), "cooperative": (5,), "inner_reduction": (3, 4), "looped": (3, 4),
+}  # fmt: skip
 LONG = 16  # instructions
 CROWDED = 128  # registers of a thread for tiles beyond which more threads are faster
 

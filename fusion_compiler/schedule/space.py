@@ -25,14 +25,14 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule import (
-    columns,
-    flat,
+    cooperative,
+    inner_reduction,
+    looped,
     misaligned,
-    persistent_rows,
-    rows,
-    shared_rows,
+    outer_reduction,
+    persistent,
+    pointwise,
     tiles,
-    wide_rows,
     windowed,
 )
 from fusion_compiler.schedule.analysis import Analysis
@@ -43,7 +43,7 @@ from fusion_compiler.schedule.registers import MOST, tile_registers
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
 
-KINDS: tuple[ModuleType, ...] = (flat, columns, shared_rows, persistent_rows, rows, wide_rows)
+KINDS: tuple[ModuleType, ...] = (pointwise, outer_reduction, cooperative, persistent, inner_reduction, looped)
 MOST_THREADS = 1024  # threads of a program, on any device
 LEADING = 4  # leading schedules of the ranking that get misaligned forms
 # Share of the predicted time that is assumed for a schedule that was fast on another device, plus an

@@ -20,7 +20,7 @@ from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.loops import LoopNest, Scan
 from fusion_compiler.runtime.target import compile_for
-from fusion_compiler.schedule import space, wide_rows
+from fusion_compiler.schedule import looped, space
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled, cramped, misaligned_forms, not_as_close, rounding_noise, wide
@@ -213,10 +213,10 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) ->
         return fc.explain(fn, *(torch.empty(s, device="cuda") for s in shapes), device="h200", **options)
 
 
-def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def in_loops(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Every scan in a loop over blocks of 16 columns, of several rows where these lie side by side."""
     plain, analysis = space.schedules(loops, device), Analysis(loops)
-    fits = analysis.scans and space.fits(wide_rows, analysis, device) and not analysis.across_rows
+    fits = analysis.scans and space.fits(looped, analysis, device) and not analysis.across_rows
     return (Schedule(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
 
 
@@ -229,15 +229,15 @@ def test_wide_rows_go_on_from_block_to_block(name: str, reverse: bool) -> None:
 
     for shape in ((3, 61), (2, 64), (2, 7), (1, 200)):
         for dtype in (*FLOATS, *(() if name == "logcumsumexp" else INTEGERS)):
-            check(fn, drawn(shape, dtype), Compiled(fn, schedules=looped), shape[1])
+            check(fn, drawn(shape, dtype), Compiled(fn, schedules=in_loops), shape[1])
     x = drawn((61, 7), torch.float32).t()  # across memory: tiles of several rows
-    check(fn, x, Compiled(fn, schedules=looped), 61)
+    check(fn, x, Compiled(fn, schedules=in_loops), 61)
 
 
 @pytest.mark.parametrize("fn", FUSED, ids=lambda fn: fn.__name__)
 def test_wide_rows_among_their_neighbours(fn: Callable[[Tensor], Tensor]) -> None:
     width = 21 if fn is segment_sums else 77
-    check(fn, torch.randn(3, width).div(16), Compiled(fn, schedules=looped), width)
+    check(fn, torch.randn(3, width).div(16), Compiled(fn, schedules=in_loops), width)
 
 
 def test_rows_that_no_program_holds_are_a_loop() -> None:

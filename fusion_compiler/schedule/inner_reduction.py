@@ -65,7 +65,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not a.weighted:
-        return from_shapes(a, device, table.shapes("rows", a, device.target))
+        return from_shapes(a, device, table.shapes("inner_reduction", a, device.target))
     products, tiles = tuple(_products(a, device)), _contracting(a, device)
     if len(a.weighted) > MOST_BY_THREADS:
         return (*tiles, *products)

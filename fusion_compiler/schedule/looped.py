@@ -47,7 +47,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     width = a.size(COLS)
     if a.stores_rows or (isinstance(width, int) and width <= ALONE):
-        return from_shapes(a, device, table.shapes("wide", a, device.target))
+        return from_shapes(a, device, table.shapes("looped", a, device.target))
     return _reading_once(a, device)
 
 

@@ -31,7 +31,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, table.shapes("flat", a, device.target))
+    return from_shapes(a, device, table.shapes("pointwise", a, device.target))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:

@@ -61,7 +61,7 @@ def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return from_shapes(a, device, table.shapes("shared", a, device.target))
+    return from_shapes(a, device, table.shapes("cooperative", a, device.target))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
