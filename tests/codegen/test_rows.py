@@ -148,3 +148,22 @@ def test_the_time_of_emission_grows_with_the_nodes() -> None:
     before = time.perf_counter()
     explain(squares, torch.rand(512, 1000), device="h200")
     assert time.perf_counter() - before < 60
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Schedule(1, 256, Cols.WHOLE, 3, splits=2),
+        Schedule(2, 256, Cols.WHOLE, 3, splits=2),
+        Schedule(1, 64, Cols.LOOP, 3),
+        Schedule(1, 64, Cols.LOOP, 3, splits=2),
+    ],
+    ids=str,
+)
+def test_values_without_rows_wait_for_a_reduction_that_programs_share(form: Schedule) -> None:
+    def scaled(x: Tensor, v: Tensor) -> Tensor:
+        return (x - v).abs().sum(-1) * (v * v).sum().rsqrt()
+
+    x, v = torch.randn(7, 300), torch.randn(300)
+    ours = Compiled(scaled, schedules=lambda *_: (form,))(x, v)
+    assert (problem := not_as_close(ours, scaled(x, v), scaled(x.double(), v.double()))) is None, problem
