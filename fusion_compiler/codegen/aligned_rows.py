@@ -64,15 +64,14 @@ class AlignedRowEmitter(RowEmitter):
 
     # -- lanes ---------------------------------------------------------------------------------------------
 
-    def row(self) -> Tile:
-        """Return the number of the program's row, or of the first of its rows."""
-        leaves = self.placed(self.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.GRID)
-        return self.element(leaves[0])
-
     def lead(self) -> Expression:
-        """Return how many elements of a word lie before the row. It is the same for all rows of a program."""
+        """Return how many elements of a word lie before the row. It is the same for all rows of a program,
+        and nothing if one program has all rows, each of which is whole words."""
+        leaves = self.placed(self.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.GRID)
+        if not leaves:
+            return lift(0)
         with self.in_scope(0):
-            lead = self.row().value * self.width % self.word
+            lead = self.element(leaves[0]).value * self.width % self.word
             return self.let("lead", lead.to(torch.int32) if self.wide else lead)
 
     def name_of(self, lanes: Leaf) -> str:

@@ -154,7 +154,7 @@ def build(
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
-    text = " beside ".join(dict.fromkeys(str(part.placement or part.s) for part in main))
+    text = " beside ".join(dict.fromkeys(str(part.placement) for part in main))
     misaligned = any(s.misaligned for s in schedules)
     return Program(
         tuple(kernels),

@@ -101,7 +101,8 @@ class RowTiles(Emitter):
         return super().home(leaves) if self.hidden is None else self.depth
 
     def block_of(self, number: int) -> int:
-        return max(super().block_of(number), self.block_depth if self.a.level[number] else 0)
+        least = min(self.block_depth, self.depth) if self.a.level[number] else 0
+        return max(super().block_of(number), least)
 
     def cached(self, number: int) -> Tile | None:
         """Return a tile that is there; in a last block none that has the lanes of the others."""
