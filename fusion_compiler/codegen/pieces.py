@@ -233,7 +233,9 @@ class PieceEmitter(RowEmitter):
         loads = [n for n in (self.loops.nodes[i] for i in nodes) if isinstance(n, Load)]
         steps, axis = steps_of([n.index for n in loads]), self._axis(nodes)
         assert steps is not None
-        within = [] if first.within is None else self.condition(first.within) or []
+        within = [] if first.within is None else self.condition(first.within)
+        if within is None:
+            return Packed(tl.full([], 0, first.dtype))
         place = self._place(first.index, steps, axis, len(nodes))
         pointer, mask = self.access(first.buffer, place, self.axes_of(first.index), within)
         held = self.dtypes[first.buffer]
@@ -367,7 +369,9 @@ class PieceEmitter(RowEmitter):
         steps = steps_of([s.index for s in stores])
         packed = self.pack(values_of(stores))
         assert steps is not None and packed.axis is not None
-        conditions = [] if first.within is None else self.condition(first.within) or []
+        conditions = [] if first.within is None else self.condition(first.within)
+        if conditions is None:
+            return
         inside = [self.inside(self.axes_of(first.index)), *conditions]
         mask = every(*(tile.value for tile in inside if tile is not None))
         if steps.last != padded(count) - 1:
