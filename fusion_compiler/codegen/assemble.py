@@ -28,7 +28,7 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
-from fusion_compiler.codegen.placed import Emitter, Tile
+from fusion_compiler.codegen.placed import Emitter, PlacedNest, Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.segments import SegmentEmitter
 from fusion_compiler.codegen.sizes import name_sizes
@@ -369,7 +369,8 @@ class _Assembly(_Part[Schedule]):
         elif contracts(self.a, self.s) and contractions_of(self.a):
             kind = ContractingEmitter
         mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
-        return kind(self.a, self.placement, self.pointers | mails, self.dtypes, self.empty, load_options)
+        pointers = self.pointers | mails
+        return kind(PlacedNest(self.a, self.placement, pointers, self.dtypes, self.empty, load_options))
 
     def roundings(self) -> Mapping[int, int]:
         return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
@@ -381,7 +382,7 @@ class _Assembly(_Part[Schedule]):
             return []
         nest = Analysis(replicated.loops)
         placement = placement_of(nest, replicated.schedule(self.s.num_warps))
-        inner = RowEmitter(nest, placement, self.pointers, self.dtypes, self.empty, NO_OPTIONS)
+        inner = RowEmitter(PlacedNest(nest, placement, self.pointers, self.dtypes, self.empty))
         body = rewritten(ahead.statements_of(inner, emitter, replicated))
         used = self.used(body)
         ahead.enter(emitter, replicated, inner, Global(name)(*used))
@@ -437,7 +438,7 @@ class _Placed(_Part[Placement]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        emitter = Emitter(self.a, self.s, self.pointers, self.dtypes, self.empty)
+        emitter = Emitter(PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty))
         body, grid = emitter.program(number, self.split)
         return [], self.finished(rewritten(body)), grid
 

@@ -15,14 +15,12 @@ import torch
 
 from fusion_compiler.codegen.carried import State
 from fusion_compiler.codegen.pieces import Packed, PackedSums, PieceEmitter, padded, values_of
-from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
-from fusion_compiler.ir.syntax import Expression, Name, Var, fm, tl
-from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.ir.syntax import Expression, Var, fm, tl
 from fusion_compiler.schedule.contractions import Contraction, contractions_of, parts_of
-from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.tile_products import ONE
 
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
@@ -45,16 +43,8 @@ class Terms:
 class ContractingEmitter(PieceEmitter):
     """Emits a nest with contractions under a placement whose tiles suit tensor units."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        placement: Placement,
-        pointers: Mapping[str, Name],
-        dtypes: Mapping[str, torch.dtype],
-        empty: frozenset[str],
-        load_options: Mapping[str, Expression],
-    ) -> None:
-        super().__init__(analysis, placement, pointers, dtypes, empty, load_options)
+    def __init__(self, nest: PlacedNest) -> None:
+        super().__init__(nest)
         suited = [c for c in contractions_of(self.a) if self.terms_of(c) is not None]
         self.contracted = {i: c for c in suited for i in c.sums}
         self.as_loaded = frozenset(i for c in suited for i in self._kept_as_loaded(c))

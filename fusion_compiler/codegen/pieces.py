@@ -20,7 +20,7 @@ import torch
 from fusion_compiler.codegen.carried import Plain
 from fusion_compiler.codegen.expression import base_name, convert
 from fusion_compiler.codegen.monoids import neutral, step
-from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import Assign, Combine
@@ -39,10 +39,8 @@ from fusion_compiler.ir.loops import (
     Value,
     exact,
 )
-from fusion_compiler.ir.syntax import Expression, Name, Var, Variable, every, fm, plus, tl
-from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.ir.syntax import Expression, Var, Variable, every, fm, plus, tl
 from fusion_compiler.schedule.contractions import Contraction
-from fusion_compiler.schedule.placement import Placement
 
 Nodes = tuple[int, ...]  # one for each piece
 FOLDED = ("sum", "max", "min")
@@ -68,16 +66,8 @@ class PieceEmitter(RowEmitter):
     """Emits a nest in which sums are pieces. contracted: the sums that tensor units compute. packed_sums: the
     other sums along the row, each with all of its pieces."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        placement: Placement,
-        pointers: Mapping[str, Name],
-        dtypes: Mapping[str, torch.dtype],
-        empty: frozenset[str],
-        load_options: Mapping[str, Expression],
-    ) -> None:
-        super().__init__(analysis, placement, pointers, dtypes, empty, load_options)
+    def __init__(self, nest: PlacedNest) -> None:
+        super().__init__(nest)
         self.contracted: Mapping[int, Contraction] = {}
         self.packed_sums: dict[int, Nodes] = {}
         self.likeness: dict[Nodes, bool] = {}

@@ -127,21 +127,28 @@ class Scope:
     tiles: dict[object, Tile] = field(default_factory=dict[object, Tile])
 
 
-class Emitter:
-    """Emits one nest. pointers, dtypes: of the buffers, by name. empty: buffers without elements. Raises
-    ValueError where a load that the placement has through a descriptor has no box."""
+@dataclass(frozen=True)
+class PlacedNest:
+    """A loop nest under a placement. pointers, dtypes: of the buffers, by name. empty: buffers without
+    elements. load_options: keyword arguments of every load."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        placement: Placement,
-        pointers: Mapping[str, Name],
-        dtypes: Mapping[str, torch.dtype],
-        empty: frozenset[str] = frozenset(),
-    ) -> None:
-        self.a, self.loops, self.placement = analysis, analysis.loops, placement
-        self.pointers, self.dtypes, self.empty = pointers, dtypes, empty
-        loops, self.rough = self.loops, analysis.rough(dtypes)
+    analysis: Analysis
+    placement: Placement
+    pointers: Mapping[str, Name]
+    dtypes: Mapping[str, torch.dtype]
+    empty: frozenset[str] = frozenset()
+    load_options: Mapping[str, Expression] = field(default_factory=dict[str, Expression])
+
+
+class Emitter:
+    """Emits one nest. Raises ValueError where a load that the placement has through a descriptor has no
+    box."""
+
+    def __init__(self, nest: PlacedNest) -> None:
+        self.a, self.loops, self.placement = nest.analysis, nest.analysis.loops, nest.placement
+        self.pointers, self.dtypes, self.empty = nest.pointers, nest.dtypes, nest.empty
+        analysis, placement, loops, dtypes = self.a, self.placement, self.loops, self.dtypes
+        self.load_options, self.rough = nest.load_options, analysis.rough(dtypes)
         self.wide = analysis.furthest < 0 or analysis.furthest >= 2**31
         leaves = placement.leaves(loops.axes)
         self.boxes: dict[Load, Box] = {}  # of loads through descriptors
@@ -622,7 +629,7 @@ class Emitter:
 
     def options(self, node: Load) -> Mapping[str, Expression]:
         """Return the keyword arguments of a load."""
-        return {}
+        return self.load_options
 
     def is_shared_within(self, node: Load) -> bool:
         """True if neighbours load the same element wherever a range, in which only some of them lie, holds:

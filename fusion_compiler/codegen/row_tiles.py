@@ -13,7 +13,7 @@ import torch
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import computed, convert
-from fusion_compiler.codegen.placed import Emitter, Tile
+from fusion_compiler.codegen.placed import Emitter, PlacedNest, Tile
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import hint, product
@@ -36,28 +36,19 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, fm, lift, tl
-from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.placement import Leaf, Place
 
 aten = torch.ops.aten
 KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
 
 
 class RowTiles(Emitter):
-    """Tiles of a nest of rows and columns. load_options: keyword arguments of every load."""
+    """Tiles of a nest of rows and columns."""
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        placement: Placement,
-        pointers: Mapping[str, Name],
-        dtypes: Mapping[str, torch.dtype],
-        empty: frozenset[str],
-        load_options: Mapping[str, Expression],
-    ) -> None:
-        super().__init__(analysis, placement, pointers, dtypes, empty)
-        self.load_options, self.plain_maxima = load_options, analysis.nan_safe_max
-        self.means = {mean: total for total, mean in analysis.moments.values()}
+    def __init__(self, nest: PlacedNest) -> None:
+        super().__init__(nest)
+        self.plain_maxima = self.a.nan_safe_max
+        self.means = {mean: total for total, mean in self.a.moments.values()}
         self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
         self.columns = axes_in(self.loops.axes, (COLS,))
         self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)

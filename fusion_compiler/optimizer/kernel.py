@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_compiler.codegen.assemble import rewritten, roundings
-from fusion_compiler.codegen.placed import Tile
+from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement
@@ -195,7 +195,7 @@ class _BlockEmitter(RowEmitter):
         self, loops: LoopNest, pointers: Mapping[str, Name], dtypes: Mapping[str, torch.dtype], masked: bool
     ) -> None:
         placement = Placement((At(loops.axes[0].name, Place.LANES),), WARPS)
-        super().__init__(Analysis(loops), placement, pointers, dtypes, frozenset(), {})
+        super().__init__(PlacedNest(Analysis(loops), placement, pointers, dtypes))
         self.masked_end, self.rough = masked, frozenset()  # what is trained by it adds up over many steps
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
