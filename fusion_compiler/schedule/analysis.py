@@ -50,6 +50,7 @@ from fusion_compiler.schedule.schedule import WORD, Schedule
 aten = torch.ops.aten
 
 
+MOST_FACTORS = 16  # of a product that is taken apart
 HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
 FEW_SUMS = 2  # over rows: a program keeps a tile for each
@@ -205,7 +206,8 @@ class Analysis:
 
     @cached_property
     def factors(self) -> tuple[Counter[int], ...]:
-        """Return {factor: power} for each node; a node that is no product is its own only factor."""
+        """Return {factor: power} for each node. A node that is no product, or one of more than MOST_FACTORS,
+        is its own only factor."""
         factors: list[Counter[int]] = []
         for i, node in enumerate(self.loops.nodes):
             product_of = Counter((i,))
@@ -213,7 +215,8 @@ class Analysis:
                 operands = [factors[n] for n in operands_of(node)]
                 passed = node.target is aten._to_copy.default and rounding_of(node) is None
                 source = operand_of(node, "self")
-                if node.target is aten.mul.Tensor and len(operands) == len(node.operands) == 2:
+                is_product = node.target is aten.mul.Tensor and len(operands) == len(node.operands) == 2
+                if is_product and sum(f.total() for f in operands) <= MOST_FACTORS:
                     product_of = operands[0] + operands[1]
                 elif passed and source is not None and self.loops.nodes[source].dtype is torch.float32:
                     product_of = operands[0]
