@@ -240,7 +240,9 @@ def _inlined(statement: Statement, after: Sequence[Statement]) -> list[Statement
     if isinstance(statement, For) and (turns := statement.values.turns()):
         end, step = turns
         if 0 < end <= step:
-            return [Assign((statement.variable,), Literal(0)), *statement.body]
+            is_read = any(statement.variable in reads(inner) for inner in statement.body)
+            first = [Assign((statement.variable,), Literal(0))] if is_read else []
+            return [*first, *statement.body]
     return [statement]
 
 
