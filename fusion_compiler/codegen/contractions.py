@@ -57,13 +57,12 @@ class ContractingEmitter(PieceEmitter):
                 self.packed_sums |= dict.fromkeys(sums, sums)
 
     def states(self, reductions: Sequence[int]) -> list[State]:
-        together = {c.sums[0]: Contracted(c.sums[0], c) for c in self.contracted.values()}
-        of_pieces = {sums[0]: PackedSums(sums[0], sums) for sums in self.packed_sums.values()}
+        of_tiles: dict[int, State] = {c.sums[0]: Contracted(c.sums[0], c) for c in self.contracted.values()}
+        of_tiles |= {sums[0]: PackedSums(sums[0], sums) for sums in self.packed_sums.values()}
         inner = self.contracted.keys() | self.packed_sums.keys()
         states = super().states([n for n in reductions if n not in inner])
-        first = (n for n in reductions if n in together or n in of_pieces)
-        own = [together[n] if n in together else of_pieces[n] for n in first]
-        return sorted((*states, *own), key=lambda state: reductions.index(state.numbers[0]))
+        states += [of_tiles[n] for n in reductions if n in of_tiles]
+        return sorted(states, key=lambda state: reductions.index(state.numbers[0]))
 
     def operands(self, number: int) -> Iterable[int]:
         contraction = self.contracted.get(number)

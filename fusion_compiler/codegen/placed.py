@@ -995,7 +995,8 @@ class Emitter:
                 state = self.started(number)
             return self.folded(number, node, state)
         at = self.at
-        together = [(n, each) for n in self.alike(number, around) for each in self.variants(self.depends[n])]
+        numbers = self.sharing_loop(number, around)
+        together = [(n, each) for n in numbers for each in self.variants(self.depends[n])]
         states: list[Tile] = []
         for n, elements in together:
             with self.fixed(elements):
@@ -1071,7 +1072,7 @@ class Emitter:
             return torch.bfloat16
         return self.dtypes[node.buffer] if isinstance(node, Load) else None
 
-    def alike(self, number: int, around: list[Leaf]) -> list[int]:
+    def sharing_loop(self, number: int, around: list[Leaf]) -> list[int]:
         """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
         another that is not there yet."""
         home, chosen = self.block_of(number), [number]
