@@ -1,10 +1,10 @@
-"""python -m tests.machine_code FILE: the machine code of kernels for an H200, or what changed of it.
+"""python -m tests.machine_code FILE: count the machine code of kernels for an H200, or print what changed.
 
-The first time it writes, of each kernel, how many instructions of each sort it has, its registers and what it
-keeps in memory; then it prints the kernels of which that is different. No GPU is needed. Where a change of
-codegen leaves it as it is, kernels are as fast as before, whatever their text.
+The first run writes the instructions of each sort, the registers and the spilled bytes to FILE, by kernel.
+Later runs print the kernels whose counts differ, and those that only one of the runs has. No GPU is needed.
+Equal counts are no proof that a kernel is as fast as before: the order of its instructions is not compared.
 
-Kernels are the first candidates of the golden cases, and of products of few rows.
+The kernels are the first candidates of the golden cases, and of products of few rows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def products() -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
 
 
 def kernels() -> Iterator[tuple[str, Kernel]]:
-    """The case and name of each kernel, and the kernel."""
+    """Yield the case and name of each kernel, and the kernel."""
     compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
     for case in MAKERS:
         for program in programs_of(case):
@@ -103,7 +103,8 @@ def summary(kernel: Kernel) -> dict[str, Any]:
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """What changed of a kernel, marked where it has more instructions by a share of MORE, or spills more."""
+    """Return what changed of a kernel, with a mark if it has more instructions by a share of MORE, or spills
+    more."""
     counts = [sum(each["instructions"].values()) for each in (before, now)]
     mark = "! " if counts[1] > (1 + MORE) * counts[0] or now["spills"] > before["spills"] else "  "
     sorts = {*before["instructions"], *now["instructions"]}
@@ -119,19 +120,28 @@ def main() -> int:
     parser.add_argument("--filter", default="", help="cases and kernels that match this regular expression")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
-    named = dict(pair for pair in kernels() if re.search(given.filter, pair[0]))
+    named: dict[str, Kernel] = {}
+    for name, kernel in kernels():
+        if re.search(given.filter, name):
+            number = sum(other.partition(" #")[0] == name for other in named)
+            named[f"{name} #{number}" if number else name] = kernel
     with ProcessPoolExecutor(given.jobs) as pool:
         now = dict(zip(named, pool.map(summary, named.values()), strict=True))
     if not given.file.exists():
         given.file.write_text(json.dumps(now, indent=1))
         print(f"{len(now)} kernels")
         return 0
-    before = {name: each for name, each in json.loads(given.file.read_text()).items() if name in now}
-    others = {name: difference(each, now[name]) for name, each in before.items() if each != now[name]}
+    every = json.loads(given.file.read_text())
+    before = {name: each for name, each in every.items() if re.search(given.filter, name)}
+    both = [name for name in before if name in now]
+    others = {name: difference(before[name], now[name]) for name in both if before[name] != now[name]}
     for name, text in others.items():
         print(f"{name}\n  {text}")
-    print(f"{len(now)} kernels, {len(before) - len(others)} of {len(before)} as before")
-    return any(text.startswith("!") for text in others.values())
+    unpaired = sorted(before.keys() ^ now.keys())
+    for name in unpaired:
+        print(f"{name}\n  ! only {'before' if name in before else 'now'}")
+    print(f"{len(now)} kernels, {len(both) - len(others)} of {len(both)} as before")
+    return bool(unpaired) or any(text.startswith("!") for text in others.values())
 
 
 if __name__ == "__main__":

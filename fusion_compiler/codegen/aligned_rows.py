@@ -149,13 +149,11 @@ class AlignedRowEmitter(RowEmitter):
             tile = Tile(value, frozenset({self.lanes[-1]}), True)
         else:
             tile = self.address(node.buffer, node.index)
-            masked: dict[str, Expression] = {}
+            mask = None
             if not self.is_whole:
                 end = (self.lead() + (self.width + self.word - 1)) // self.word * self.word
-                zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
-                in_words = self.let("in_words", self.lane().value < end)
-                masked = {"mask": self.of_rows(in_words), "other": lift(zero)}
-            tile = self.joined(tl.load(tile.value, **masked, **self.options(node)), tile)
+                mask = self.of_rows(self.let("in_words", self.lane().value < end))
+            tile = self.joined(self.load_at(node, tile.value, mask), tile)
         return tile if as_held else self.joined(convert(tile.value, held, node.dtype), tile)
 
     def shifts(self, node: Load) -> bool:

@@ -223,7 +223,7 @@ class Moments:
 
 
 class State(Protocol):
-    """What a pass keeps for some reductions, `numbers`."""
+    """A state holds what a pass has computed so far of some reductions, `numbers`."""
 
     @property
     def numbers(self) -> tuple[int, ...]: ...

@@ -20,7 +20,7 @@ from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
 from fusion_compiler.ir.syntax import Expression, Var, fm, tl
-from fusion_compiler.schedule.contractions import Contraction, contractions_of, parts_of
+from fusion_compiler.schedule.contractions import Contraction, column_parts, contractions_of
 from fusion_compiler.schedule.tile_products import ONE
 
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
@@ -57,7 +57,7 @@ class ContractingEmitter(PieceEmitter):
                 self.packed_sums |= dict.fromkeys(sums, sums)
 
     def states(self, reductions: Sequence[int]) -> list[State]:
-        of_tiles: dict[int, State] = {c.sums[0]: Contracted(c.sums[0], c) for c in self.contracted.values()}
+        of_tiles: dict[int, State] = {c.sums[0]: Contracted(c) for c in self.contracted.values()}
         of_tiles |= {sums[0]: PackedSums(sums[0], sums) for sums in self.packed_sums.values()}
         inner = self.contracted.keys() | self.packed_sums.keys()
         states = super().states([n for n in reductions if n not in inner])
@@ -162,7 +162,6 @@ class Contracted:
     and of the rests are separate: in a loop it costs more to arrange them side by side.
     """
 
-    number: int
     contraction: Contraction
 
     @property
@@ -193,7 +192,7 @@ class Contracted:
             e.add(Assign((state[0],), total))
 
     def results(self, e: RowTiles, state: Sequence[Var]) -> Mapping[int, Expression]:
-        lanes = e.lanes_of(self.number)
+        lanes = e.lanes_of(self.numbers[0])
         _emitter(e).hold(self.contraction.sums, Packed(state[0], lanes, True, 1))
         return {}
 
@@ -207,7 +206,7 @@ class Contracted:
         raise TypeError("programs that share a row contract nothing")
 
     def _split(self, e: RowTiles) -> list[int]:
-        parts = parts_of(e.lanes[0].lanes, e.lanes[-1].lanes, e.placement.num_warps)
+        parts = column_parts(e.lanes[0].lanes, e.lanes[-1].lanes, e.placement.num_warps)
         return [parts] if parts > 1 else []
 
 

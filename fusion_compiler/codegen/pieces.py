@@ -43,7 +43,6 @@ from fusion_compiler.ir.syntax import Expression, Var, Variable, every, fm, plus
 from fusion_compiler.schedule.contractions import Contraction
 
 Nodes = tuple[int, ...]  # one for each piece
-FOLDED = ("sum", "max", "min")
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,11 @@ class PieceEmitter(RowEmitter):
                 contraction = self.contracted.get(nodes[0])
                 if contraction is not None:
                     return contraction.sums == nodes
-                plain = first.combine in FOLDED and first.dtype is torch.float32
+                plain = first.combine == "sum" and first.dtype is torch.float32
                 plain &= not any(n in self.a.online or n in self.a.moments for n in nodes)
                 operands, over = tuple(n.operand for n in (first, *rest)), self.a.over(nodes[0])
                 along = self.a.groups[operands[0]] == over and len(over) == 1
-                return plain and along and first.combine == "sum" and self.may_be_pieces(operands)
+                return plain and along and self.may_be_pieces(operands)
             case _:
                 return False
 
@@ -228,10 +227,8 @@ class PieceEmitter(RowEmitter):
             return Packed(tl.full([], 0, first.dtype))
         place = self._place(first.index, steps, axis, len(nodes))
         pointer, mask = self.access(first.buffer, place, self.axes_of(first.index), within)
-        held = self.dtypes[first.buffer]
-        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
-        masked = {} if mask is None else {"mask": mask.value, "other": zero}
-        value = convert(tl.load(pointer.value, **masked, **self.options(first)), held, first.dtype)
+        value = self.load_at(first, pointer.value, None if mask is None else mask.value)
+        value = convert(value, self.dtypes[first.buffer], first.dtype)
         return Packed(self.let(self.called(first.buffer), value), place.lanes, True, axis)
 
     def _reduced(self, nodes: Nodes, first: Reduce) -> Packed:

@@ -24,7 +24,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -175,12 +175,12 @@ class Emitter:
             and loop.axis == grid.axis
             and loop.step == product((grid.step, grid.extent))
         }
-        loops_of = Counter(leaf.axis for leaf in leaves if leaf.place is Place.LOOP)
+        in_loops = [leaf for leaf in leaves if leaf.place is Place.LOOP]
+        loops_over = Counter(leaf.axis for leaf in in_loops)
         self.steps = {  # of loops whose variables are elements of their axes, and not numbers of blocks
-            leaf.name: leaf.step
-            for leaf in leaves
-            if leaf.place is Place.LOOP and (leaf in self.turns or loops_of[leaf.axis] == 1)
+            leaf.name: leaf.step for leaf in in_loops if leaf in self.turns or loops_over[leaf.axis] == 1
         }
+        self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
         self.products, self.node_axes = products_of(loops, placement), axes_of(loops.nodes)
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
@@ -289,7 +289,7 @@ class Emitter:
     def element(self, leaf: Leaf) -> Tile:
         """Return a leaf's own number: of the program, the iteration, or each lane."""
         if leaf.place is Place.LOOP:
-            return Tile(self.fixed_numbers.get(leaf.name) or self.number_in(leaf))
+            return Tile(self.fixed_numbers.get(leaf.name) or self.loop_variables[leaf.name])
         if leaf.place in (Place.GRID, Place.SHARED):
             return self.scopes[0].tiles.get(leaf.name, Tile(Literal(0)))  # the only one has no variable
         if leaf.name not in self.scopes[0].tiles:
@@ -305,12 +305,12 @@ class Emitter:
         """Return the name of the variable that numbers lanes."""
         return _identifier(lanes.name)
 
-    def number_in(self, loop: Leaf) -> Name:
+    def variable_of_loop(self, loop: Leaf) -> Name:
         """Return the variable of a loop: the first element of a block, if no other loop is over the axis."""
-        step = self.turns[loop].step if loop in self.turns else loop.step
-        axes, is_element = self.placement.axes(self.loops.axes), loop.name in self.steps
-        name = axes[loop.axis].name
-        return Name(_identifier(loop.name) if not is_element else name if step == 1 else f"first_{name}")
+        if loop.name not in self.steps:
+            return Name(_identifier(loop.name))
+        step, name = self.turns[loop].step if loop in self.turns else loop.step, self.axes[loop.axis].name
+        return Name(name if step == 1 else f"first_{name}")
 
     def coordinate(self, axis: int) -> tuple[Tile | None, int]:
         """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
@@ -366,7 +366,8 @@ class Emitter:
         if base is None:
             return None
         rest = quotient(inner, unit)
-        value = base.value if rest == 1 or rest is None else base.value // lift(rest)
+        assert rest is not None  # the unit divides it
+        value = base.value if rest == 1 else base.value // lift(rest)
         value = value if axis == members[0] else value % lift(self.axes[axis].size)
         if value is base.value:
             return base
@@ -501,7 +502,7 @@ class Emitter:
                 end = product((ceil_div(self.axes[leaf.axis].size, grid.step), grid.step))
                 first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
                 values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
-            outer.body.append(For(self.number_in(leaf), values, inner.body))
+            outer.body.append(For(self.loop_variables[leaf.name], values, inner.body))
         self.scopes, self.depth = scopes, before
 
     @contextmanager
@@ -613,13 +614,17 @@ class Emitter:
         loose = self.axes_of(node.index) - self.guarded(node)
         needed = within if as_held or not self.is_shared_within(node) else []
         pointer, mask = self.access(node.buffer, index, loose, needed)
-        held = self.dtypes[node.buffer]
-        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0
-        masked = {} if mask is None else {"mask": mask.value, "other": zero}
-        value = tl.load(pointer.value, **masked, **self.options(node))
-        value = value if as_held else convert(value, held, node.dtype)
+        value = self.load_at(node, pointer.value, None if mask is None else mask.value)
+        value = value if as_held else convert(value, self.dtypes[node.buffer], node.dtype)
         tile = self.joined(value, pointer)
         return self.zero_outside(within, tile, node) if len(needed) < len(within) else tile
+
+    def load_at(self, node: Load, pointer: Expression, mask: Expression | None) -> Expression:
+        """Return what lies at some addresses, in the buffer's dtype, and zero outside of a mask."""
+        held = self.dtypes[node.buffer]
+        zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0  # no integer becomes a float8
+        masked: dict[str, Expression] = {} if mask is None else {"mask": mask, "other": lift(zero)}
+        return tl.load(pointer, **masked, **self.options(node))
 
     def zero_outside(self, within: Sequence[Tile], tile: Tile, node: Load) -> Tile:
         """Return what was loaded without conditions, zero where these do not hold."""
@@ -650,7 +655,7 @@ class Emitter:
         is_direct = all(key >= 0 for key, _ in node.index.terms)
         if leaf is None or leaf.step != 1 or last is None or not is_direct:
             return 1
-        if node.within is not None and not self.is_of_neighbours(node.within, last):
+        if node.within is not None and not self.is_over(node.within, {k for k in members if k > last}):
             return 1
         if self.dtypes[node.buffer] in POSITIONS or leaf not in self.of_index(node.index):
             return 1
@@ -659,13 +664,12 @@ class Emitter:
             length //= 2
         return max(1, length)
 
-    def is_of_neighbours(self, condition: int, outer: int) -> bool:
-        """True if a condition depends only on axes inside of another: all of its neighbours may load what
-        those load where it holds."""
+    def is_over(self, condition: int, axes: Set[int]) -> bool:
+        """True if a condition is a range over some axes and no others."""
         within = self.loops.nodes[condition]
         if not isinstance(within, InRange) or not within.index.terms:
             return False
-        return _is_nonempty(within) and all(key > outer for key, _ in within.index.terms)
+        return _is_nonempty(within) and all(key in axes for key, _ in within.index.terms)
 
     def repeated(self, node: Load, length: int, times: int | None = None) -> Tile:
         """Return a load of one element for each run of `length` innermost lanes. times: how often a tile has

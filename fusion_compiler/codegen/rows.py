@@ -216,7 +216,7 @@ class RowEmitter(RowTiles):
         is_cut = isinstance(size, int) and size > lanes and not is_reverse
         if is_reverse:  # the last block comes first
             last = product((blocks, loop.step)) - loop.step
-            self.fixed_numbers[loop.name] = lift(last) - self.number_in(loop)
+            self.fixed_numbers[loop.name] = lift(last) - self.loop_variables[loop.name]
         if is_cut:
             blocks, self.rest, rest_lanes = self.cut(loop)
         values = [state.start(self) for state in states]
@@ -336,7 +336,7 @@ class RowEmitter(RowTiles):
         shape = self.shape(lanes) if lanes or self.keeps else Items(())
         total = self.state("total", tl.full(shape, monoids.neutral(node), node.dtype))
         is_single_row = not self.keeps and not self.lanes_of(within)
-        turn = self.number_in(leaf)
+        turn = self.loop_variables[leaf.name]
         if is_single_row:
             turns, here = Range(first.value, last.value, stages=AHEAD), Tile(turn)
             self.true |= {within}

@@ -130,7 +130,7 @@ class Check:
 
 
 class Scope(StrEnum):
-    """Which programs see what another stored before its signal: those of its device, or of all devices."""
+    """A scope names the programs that see what another stored before its signal: one device's, or all."""
 
     DEVICE = "gpu"
     SYSTEM = "sys"
@@ -138,7 +138,7 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True)
 class Boxes:
-    """Where programs leave messages for each other: int64, each written by one program and read by another.
+    """Boxes hold messages of programs for each other: int64, each written by one program and read by one.
 
     pointers: a tile of addresses, in memory of this device or of others. inside: the lanes that have a box.
     rows: of a block whose rows have boxes each, how many rows exist from the first on, how far they lie apart

@@ -49,7 +49,7 @@ RANDOM = ("seed", "parameter", "first")
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is made for besides its formulas and dtypes.
+    """A variant says how a kernel differs from others of the same formulas and dtypes.
 
     aligned: every address is a multiple of 16 bytes. table: of several sets of numbers, each with its
     formula. clipped: gradients are multiplied by a factor in the device's memory. stochastic: the parameter,
@@ -206,7 +206,7 @@ class _BlockEmitter(RowEmitter):
 
 
 def _doc(name: str, bodies: Sequence[_Body]) -> str:
-    """What the kernel does, and what its numbers are."""
+    """Return the docstring of a kernel, which says what it does and what its numbers are."""
     lines: list[str] = []
     for body in bodies:
         if len(bodies) > 1:
@@ -218,7 +218,7 @@ def _doc(name: str, bodies: Sequence[_Body]) -> str:
 
 
 def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Variant) -> list[Statement]:
-    """What finds a program's block and hands it on, with what a block's program is given."""
+    """Return the statements that find a program's block and call the function of its formula."""
     tensors = bodies[0].tensors
     width = len(tensors) + 3
     found: list[Statement] = []

@@ -91,7 +91,7 @@ def takes_tiles(s: Schedule) -> bool:
     return min(s.block_rows, s.block_cols) >= SMALLEST and s.splits == 1
 
 
-def parts_of(rows: int, cols: int, warps: int) -> int:
+def column_parts(rows: int, cols: int, warps: int) -> int:
     """Return into how many column parts a loop's tile is split, one per warp, if it has few rows for
     several warps."""
     return 1 if rows >= TALL else max(1, min(warps, cols // PARTS))

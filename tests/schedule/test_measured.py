@@ -70,7 +70,7 @@ def test_a_malformed_row_is_named_with_what_to_write(row: str, message: str) -> 
 
 
 def test_a_table_begins_with_its_columns() -> None:
-    for text in ("", f"persistent,any,,1 0 1,,{SOURCE}\n"):
+    for text in ("", f"looped,any,,1 0 1,,{SOURCE}\n"):
         with pytest.raises(ValueError, match="write the columns kind,widest,traits"):
             measured.read(text)
 
