@@ -4,7 +4,7 @@ The first run writes the instructions of each sort, the registers and the spille
 Later runs print the kernels whose counts differ, and those that only one of the runs has. No GPU is needed.
 Equal counts are no proof that a kernel is as fast as before: the order of its instructions is not compared.
 
-The kernels are the first candidates of the golden cases, and of products of few rows.
+The kernels are the first candidates of the golden cases and of products of few rows, and optimizers' steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -29,6 +30,8 @@ from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.ir.plan_text import execution_order
+from fusion_compiler.optimizer import launch
+from fusion_compiler.optimizer.kernel import kernel_of
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for, instructions
 from tests.golden_cases import DEVICE, MAKERS, programs_of
@@ -79,8 +82,30 @@ def products() -> Iterator[tuple[str, Callable[..., Tensor], list[Tensor]]]:
         yield f"of nibbles, {rows} rows", of_nibbles, [x, nibbles, empty(2048, 16)]
 
 
+def steps() -> Iterator[tuple[str, Kernel]]:
+    """Yield the kernels of optimizers' steps, of a layer in float32 and in bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.RAdam):
+            layer, emitted = nn.Linear(300, 10).to(dtype), list[Kernel]()
+
+            def kept(*args: Any, emitted: list[Kernel] = emitted) -> Kernel:
+                emitted.append(kernel_of(*args))
+                return emitted[-1]
+
+            optimizer = kind(layer.parameters(), lr=0.1)
+            with patch.object(launch, "kernel_of", kept):
+                fused = fc.fuse_optimizer(layer, optimizer, backend="interpret")
+                for _ in range(2):  # a parameter's first step is the class's own
+                    for parameter in layer.parameters():
+                        parameter.grad = torch.randn_like(parameter)
+                    optimizer.step()
+            assert emitted, fused
+            yield from ((f"{kernel.name} in {dtype}", kernel) for kernel in emitted)
+
+
 def kernels() -> Iterator[tuple[str, Kernel]]:
     """Yield the case and name of each kernel, and the kernel."""
+    yield from steps()
     compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
     for case in MAKERS:
         for program in programs_of(case):
