@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, scaled_dot_product_attention
 
 from fusion_compiler.errors import FusionWarning
 from tests.random_programs.generate import draw
-from tests.random_programs.judge import Verdict, judge
+from tests.random_programs.judge import MANY, Verdict, judge
 from tests.random_programs.program import Input, Program, attention
 from tests.random_programs.rounding import RandomRounding
 from tests.random_programs.shrink import shrunk
@@ -174,6 +174,17 @@ def test_other_roundings_are_right(dtype: str) -> None:
 
     assert judge(given, rounded) == Verdict("right")
     assert judge(SMOOTH, off_by(1e-7)) == Verdict("right")
+
+
+def test_zero_times_an_infinite_weight_of_a_norm_is_nobodys() -> None:
+    """Of the element that is the mean eager leaves next to nothing or nothing, and of no other."""
+    x, weight = torch.tensor([[-1.0, 0.0, 1.0, 0.0, 5.0]]), torch.full((5,), torch.inf)
+    results: list[Tensor] = []
+    for seed in range(MANY):
+        with RandomRounding(seed):
+            results.append(layer_norm(x, [5], weight))
+    kinds = [{str(r[0, k].item()) for r in results} for k in range(5)]
+    assert kinds == [{"-inf"}, {"-inf"}, {"nan", "inf", "-inf"}, {"-inf"}, {"inf"}]
 
 
 def test_attention_that_is_written_out_may_round_as_one_call() -> None:

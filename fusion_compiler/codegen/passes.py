@@ -66,7 +66,7 @@ def _partner(block: list[Statement], i: int, first: Combine) -> int | None:
     """Return the position of the next sum that may join the one at `i`. It must not depend on it."""
     for j in range(i + 1, len(block)):
         other = _sum(block[j])
-        if other is None or other.join_key != first.join_key:
+        if other is None or (other.join_key, other.axis) != (first.join_key, first.axis):
             continue
         between = [n for n in with_operands(block, (j,)) if i <= n < j]
         if i not in between and all(isinstance(block[n], Assign) for n in between):

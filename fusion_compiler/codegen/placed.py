@@ -1176,8 +1176,8 @@ class Emitter:
         fold."""
         several = len(self.lanes) > 1
         for leaf in reversed(self.placed(self.reduced_leaves(node), Place.LANES)):  # neighbours first
-            axis = self.lanes.index(leaf)
-            combined = Combine(node, (state.value,), axis, several, number in self.plain_maxima, join_key)
+            axis, key = self.lanes.index(leaf), None if join_key is None else (join_key, state.lanes)
+            combined = Combine(node, (state.value,), axis, several, number in self.plain_maxima, key)
             value = self.let(base or node.combine, combined, number)
             state = Tile(value, state.lanes - {leaf}, several)
         return state

@@ -172,3 +172,16 @@ def test_values_without_rows_wait_for_a_reduction_that_programs_share(form: Sche
     x, v = torch.randn(7, 300), torch.randn(300)
     ours = Compiled(scaled, schedules=lambda *_: (form,))(x, v)
     assert (problem := not_as_close(ours, scaled(x, v), scaled(x.double(), v.double()))) is None, problem
+
+
+def test_sums_join_along_one_axis_only() -> None:
+    """Of the sum of a whole tile, the fold of its columns has no part in a sum over rows."""
+
+    def fn(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        tile = x.expand(3, 2)
+        return tile.sum(), F.cross_entropy(F.selu(tile), target, reduction="sum")
+
+    x, target = torch.randn(()), torch.tensor([1]).expand(3)
+    ours = Compiled(fn)(x, target)
+    for mine, eager, exact in zip(ours, fn(x, target), fn(x.double(), target), strict=True):
+        assert (problem := not_as_close(mine, eager, exact)) is None, problem

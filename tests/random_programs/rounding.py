@@ -37,6 +37,11 @@ NORMALIZING = {
     "native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit", "batch_norm_backward",
     "_batch_norm_with_update", "_softmax_backward_data", "_log_softmax_backward_data",
 }  # fmt: skip
+# Where their weight and bias are. What is as large as the mean is zero, or all but zero, before the weight.
+WEIGHTED = {
+    "native_layer_norm": (2, 3), "native_group_norm": (1, 2),
+    "native_batch_norm": (1, 2), "_native_batch_norm_legit": (1, 2),
+}  # fmt: skip
 # Formulas whose terms cancel: 1 + tanh(u) of a gelu far below zero. The size of the terms, by the operands.
 CANCELLING: dict[str, Callable[..., Tensor]] = {
     "gelu": lambda x: x.abs(),
@@ -77,8 +82,8 @@ class RandomRounding(TorchDispatchMode):
         result = func(*own, **kwargs)
         sizes = [r.numel() for r in tree_leaves(result) if isinstance(r, Tensor) and r.numel()]
         fewest = min(sizes, default=1)
+        wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
         try:
-            wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
             if name in ACCUMULATING and not _chooses(args):
                 wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
             wide = func(*wide_args, **wide_kwargs)
@@ -90,6 +95,9 @@ class RandomRounding(TorchDispatchMode):
             wide_args = [unsteady(x, args[i]) if i in written else x for i, x in enumerate(wide_args)]
         if name in NORMALIZING:
             wide = tree_map(self._centred, wide, result)
+        if name in WEIGHTED:
+            bare = func(*(None if i in WEIGHTED[name] else x for i, x in enumerate(wide_args)), **wide_kwargs)
+            wide = (self._undecided(wide[0], bare[0], result[0]), *wide[1:])
         if name in CANCELLING and isinstance(wide, Tensor):
             tensors = [a for a in wide_args if isinstance(a, Tensor)]
             noise = torch.rand(wide.shape, generator=self.generator, dtype=wide.dtype) * 2 - 1
@@ -126,6 +134,16 @@ class RandomRounding(TorchDispatchMode):
             return x
         noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype) * 2 - 1
         return x + noise * TERMS[narrow.dtype] * x.abs().nan_to_num(0, 0, 0).max()
+
+    def _undecided(self, x: Tensor, bare: Tensor, narrow: Tensor) -> Tensor:
+        """Return the results of a norm. Zero times an infinite weight is NaN, and all but zero an infinity.
+
+        bare: the results without a weight.
+        """
+        largest = bare.abs().nan_to_num(0, 0, 0).amax() if bare.numel() else 0
+        undecided = (bare.abs() <= TERMS[narrow.dtype] * largest) & ~x.isfinite()
+        kind = torch.randint(0, 3, x.shape, generator=self.generator)
+        return torch.where(undecided, x.new_tensor([math.nan, math.inf, -math.inf])[kind], x)
 
     def _unsteady(self, count: float, x: Any, narrow: Any) -> Any:
         """In float64 a result of statistics of so many elements, as far off as a running mean makes them.
