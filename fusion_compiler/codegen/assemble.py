@@ -9,6 +9,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import sympy
@@ -90,31 +91,45 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
     return Signature(tuple(buffers[b] for b in loaded), tuple(buffers[b] for b in stored), sizes)
 
 
+class Nests:
+    """The loop nests of one cluster, as all of its programs have them.
+
+    buffers: describes every buffer that is loaded or stored, by name.
+    """
+
+    def __init__(self, nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> None:
+        signature = signature_of(nests, buffers)
+        nests, names = name_sizes(nests)
+        derived = tuple((symbol, size) for size, symbol in names.items())
+        self.signature = replace(signature, derived=derived)
+        self.analyses = tuple(Analysis(shortened(loops, buffers)) for loops in nests)
+
+    @cached_property
+    def in_passes(self) -> tuple[Analysis, ...]:
+        """Return the analyses for schedules that take a pass for each reduction along a row."""
+        return tuple(Analysis(along_rows_first(a.loops)) for a in self.analyses)
+
+
 def build(
-    nests: tuple[LoopNest, ...],
+    nests: Nests,
     schedules: tuple[Schedule | Placement, ...],
     name: str,
     doc: str,
-    buffers: Mapping[str, Buffer],
     constants: frozenset[str] | None = None,
 ) -> Program:
     """Return the program of one cluster: its loop nests run side by side, each under its schedule.
 
     The second kernels that loop nests need also run side by side.
-    buffers: describes every buffer that is loaded or stored, by name.
     constants: the buffers that nothing in the graph writes, or None if no kernel may be launched dependently
         (`passes.launched_dependently`). Kernels whose programs wait for each other are never launched so.
         Kernels that leave counters at zero may be: no program touches a counter before the program's wait
         has ended, and the kernel that touched the counter last has ended by then.
     """
     name = f"{name}_" if name in GLOBAL else name
-    signature = signature_of(nests, buffers)
-    nests, names = name_sizes(nests)
-    signature = replace(signature, derived=tuple((symbol, size) for size, symbol in names.items()))
-    nests = tuple(shortened(loops, buffers) for loops in nests)
+    signature = nests.signature
     analyses = [
-        Analysis(along_rows_first(loops) if schedule.in_passes else loops)
-        for loops, schedule in zip(nests, schedules, strict=True)
+        (nests.in_passes if schedule.in_passes else nests.analyses)[position]
+        for position, schedule in enumerate(schedules)
     ]
     numbers, tickets = itertools.count(), itertools.count()
     schedules = tuple(

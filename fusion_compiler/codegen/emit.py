@@ -56,10 +56,11 @@ def emit(
         ]
     early = [s for s in choices[0] if s.early][: MORE_EARLY * limit]
     best = [*[s for s in choices[0] if not s.early][:limit], *early]
-    programs = [_program(nests, first, choices, name, doc, buffers, constants) for first in best]
+    prepared = assemble.Nests(nests, buffers)
+    programs = [_program(prepared, first, choices, name, doc, constants) for first in best]
     aligned = [tuple(s for s in choice if not s.misaligned) for choice in choices]
     if all(aligned) and all(program.word for program in programs):
-        programs.append(_program(nests, aligned[0][0], aligned, name, doc, buffers, constants))
+        programs.append(_program(prepared, aligned[0][0], aligned, name, doc, constants))
     return tuple(programs)
 
 
@@ -96,16 +97,15 @@ def program_of(
 ) -> Program:
     """Return the program of one cluster with a given schedule of its first loop nest."""
     choices = [schedules_of(loops, name, device) for loops in nests]
-    return _program(nests, first, choices, name, doc, buffers)
+    return _program(assemble.Nests(nests, buffers), first, choices, name, doc)
 
 
 def _program(
-    nests: tuple[LoopNest, ...],
+    nests: assemble.Nests,
     first: Schedule | Placement,
     choices: Sequence[tuple[Schedule | Placement, ...]],
     name: str,
     doc: str,
-    buffers: Mapping[str, Buffer],
     constants: frozenset[str] | None = None,
 ) -> Program:
     """Build a program. Nests after the first use their best schedule with the first one's number of warps, if
@@ -113,4 +113,4 @@ def _program(
     others = (
         min(c, key=lambda s: (s.num_warps != first.num_warps, s.early != first.early)) for c in choices[1:]
     )
-    return assemble.build(nests, (first, *others), name, doc, buffers, constants)
+    return assemble.build(nests, (first, *others), name, doc, constants)

@@ -61,7 +61,6 @@ from fusion_compiler.ir.loops import (
     Scan,
     Store,
     axes_in,
-    axes_of,
     operands_of,
     store_operands,
     with_operands,
@@ -181,7 +180,7 @@ class Emitter:
             leaf.name: leaf.step for leaf in in_loops if leaf in self.turns or loops_over[leaf.axis] == 1
         }
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
-        self.products, self.node_axes = products_of(loops, placement), axes_of(loops.nodes)
+        self.products, self.node_axes = products_of(loops, placement), analysis.node_axes
         self.depends: list[frozenset[Leaf]] = []
         for node in loops.nodes:
             leaves_read = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
@@ -323,15 +322,21 @@ class Emitter:
     def position(self, name: str, leaves: Iterable[Leaf], unit: int = 1) -> Tile | None:
         """Return the sum of some leaves' numbers as a tile, or None if there are none. unit: the elements, a
         divisor of their steps, that count as one."""
-        leaves = list(leaves)
+        leaves = tuple(leaves)
+        home, key = self.home(leaves), (name, leaves, unit)
+        if (tile := self.scopes[home].tiles.get(key)) is not None:
+            return tile
         parts = [self.part(leaf, unit) for leaf in self.moving(leaves)]
         if not parts:
             return None
         if len(parts) == 1 and parts[0][1] == 1:
-            return parts[0][0]
-        with self.in_scope(self.home(leaves)):
-            value = self.let(name, self.sum_of(parts))
-        return self.joined(value, *(tile for tile, _ in parts))
+            tile = parts[0][0]
+        else:
+            with self.in_scope(home):
+                value = self.let(name, self.sum_of(parts))
+            tile = self.joined(value, *(tile for tile, _ in parts))
+        self.scopes[home].tiles[key] = tile
+        return tile
 
     def moving(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the leaves whose numbers make up a position."""

@@ -18,7 +18,7 @@ Variables are objects (`syntax.Var`) that get their names when the program is pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import cast
@@ -46,6 +46,7 @@ class Combine:
 
 
 Value = Expression | Combine
+NO_VARIABLES = frozenset[Variable]()
 
 
 @dataclass(frozen=True)
@@ -208,33 +209,34 @@ class Function:
     doc: str = ""
 
 
-def expressions(statement: Statement) -> Iterator[Expression]:
-    """Yield the expressions that a statement computes; for a block, only those of its header."""
+def expressions(statement: Statement) -> tuple[Expression, ...]:
+    """Return the expressions that a statement computes; of a block, only those of its header."""
     match statement:
-        case Assign(_, Combine(_, tiles)) | Return(tiles):
-            yield from tiles
         case Assign(_, Expression() as value) | Do(value) | If(value):
-            yield value
-        case Signal(boxes, values):
-            yield from (*boxes.parts, *values)
-        case Wait(_, boxes, like, neutrals):
-            yield from (*boxes.parts, like, *neutrals)
+            return (value,)
+        case Assign(_, Combine(_, tiles)) | Return(tiles):
+            return tiles
         case Update(target, _, value):
-            yield from (target, value)
+            return (target, value)
         case Store(pointer, value, mask):
-            yield from (pointer, value) if mask is None else (pointer, value, mask)
+            return (pointer, value) if mask is None else (pointer, value, mask)
         case For(_, values):
-            yield from (values.start, values.end)
+            return (values.start, values.end)
         case Check(index, low, high, _, mask):
-            yield from (index, low, high) if mask is None else (index, low, high, mask)
+            return (index, low, high) if mask is None else (index, low, high, mask)
+        case Signal(boxes, values):
+            return (*boxes.parts, *values)
+        case Wait(_, boxes, like, neutrals):
+            return (*boxes.parts, like, *neutrals)
         case _:
             raise TypeError(statement)
 
 
-def names(statement: Statement) -> set[Variable | Global]:
+def names(statement: Statement) -> Set[Variable | Global]:
     """Return the variables, parameters and module names that a statement reads, including its blocks."""
-    inner = (names(inner) for body in bodies(statement) for inner in body)
-    return set[Variable | Global]().union(*(value.names for value in expressions(statement)), *inner)
+    own = [value.names for value in expressions(statement)]
+    inner = [names(inner) for body in bodies(statement) for inner in body]
+    return own[0] if len(own) == 1 and not inner else frozenset[Variable | Global]().union(*own, *inner)
 
 
 def reads(statement: Statement) -> set[Variable]:
@@ -242,15 +244,17 @@ def reads(statement: Statement) -> set[Variable]:
     return {name for name in names(statement) if not isinstance(name, Global)}
 
 
-def writes(statement: Statement) -> set[Variable]:
+def writes(statement: Statement) -> Set[Variable]:
     """Return the variables that a statement assigns, including its blocks."""
     match statement:
         case Assign(targets) | Wait(targets):
-            return set(targets)
+            return {*targets}
         case Update(target):
             return {target}
-        case _:
+        case For() | If():
             return {name for body in bodies(statement) for inner in body for name in writes(inner)}
+        case _:
+            return NO_VARIABLES
 
 
 def renamed(statement: Statement, names: Mapping[Variable, Expression]) -> Statement:

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sympy
 import torch
@@ -235,24 +236,28 @@ class LoopNest:
 
 def operands_of(node: Node) -> tuple[int, ...]:
     """Return the numbers of the nodes that a node reads."""
-    match node:
-        case Load(_, index, within, _):
-            mask = () if within is None else (within,)
-            return (*mask, *_indirect(index))
-        case Coordinate(index, _) | InRange(index, _, _, _):
-            return _indirect(index)
-        case Random(seed, index, _, _):
-            return (seed, *_indirect(index))
-        case Checked(operand, position, _, _, within):
-            return (operand, position) if within is None else (operand, position, within)
-        case Compute(_, operands):
-            return tuple(a.node for _, a in operands if isinstance(a, Value))
-        case Reduce(_, operand, _, _, within):
-            return (operand,) if within is None else (operand, within)
-        case Scan():
-            return (node.operand,)
-        case _:
-            return ()
+    return _OPERANDS[type(node)](node)
+
+
+def _and_within(*operands: int, within: int | None) -> tuple[int, ...]:
+    return operands if within is None else (*operands, within)
+
+
+def _indirect(index: Index) -> tuple[int, ...]:
+    return tuple([~key for key, _ in index.terms if key < 0])
+
+
+_OPERANDS: Mapping[type, Callable[[Any], tuple[int, ...]]] = {
+    Load: lambda n: (*_and_within(within=n.within), *_indirect(n.index)),
+    Coordinate: lambda n: _indirect(n.index),
+    Constant: lambda n: (),
+    InRange: lambda n: _indirect(n.index),
+    Random: lambda n: (n.seed, *_indirect(n.index)),
+    Checked: lambda n: _and_within(n.operand, n.position, within=n.within),
+    Compute: lambda n: tuple([a.node for _, a in n.operands if type(a) is Value]),
+    Reduce: lambda n: _and_within(n.operand, within=n.within),
+    Scan: lambda n: (n.operand,),
+}
 
 
 def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int] = ()) -> set[int]:
@@ -264,10 +269,6 @@ def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int]
             needed.add(number)
             stack.extend(() if number in ends else operands_of(loops.nodes[number]))
     return needed
-
-
-def _indirect(index: Index) -> tuple[int, ...]:
-    return tuple(~key for key, _ in index.terms if key < 0)
 
 
 def store_operands(store: Store) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from fusion_compiler.ir.loops import (
     RAGGED,
     ROWS,
     TILE,
+    Checked,
     Compute,
     Constant,
     Coordinate,
@@ -68,6 +69,11 @@ class Analysis:
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
+
+    @cached_property
+    def node_axes(self) -> tuple[frozenset[int], ...]:
+        """Return the axes over which each node varies."""
+        return axes_of(self.loops.nodes)
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]
@@ -185,7 +191,7 @@ class Analysis:
         nodes, invariants = self.loops.nodes, dict[int, tuple[int, ...]]()
         for i, node in enumerate(nodes):
             if isinstance(node, Reduce) and RAGGED in self.over(i):
-                outside = {n for n, axes in enumerate(axes_of(nodes)) if axes.isdisjoint(node.axes)}
+                outside = {n for n, axes in enumerate(self.node_axes) if axes.isdisjoint(node.axes)}
                 invariants[i] = tuple(outside & with_operands(self.loops, operands_of(node), outside))
         return invariants
 
@@ -318,6 +324,38 @@ class Analysis:
 
     def over(self, node: int) -> frozenset[str]:
         return self._over[node]
+
+    @cached_property
+    def live(self) -> tuple[Mapping[frozenset[str], int], ...]:
+        """Return the bytes of an element of the values that are live together, by groups, before each node
+        after which fewer are. Nodes are computed in their order; without a reduction, all is stored in the
+        end."""
+        nodes, last_use = self.loops.nodes, dict[int, int]()
+        for i, node in enumerate(nodes):
+            last_use.update(dict.fromkeys(operands_of(node), i))
+        for i, node in reversed(list(enumerate(nodes))):
+            if isinstance(node, Checked):  # a check is its operand
+                last_use[node.operand] = max(last_use[node.operand], last_use.get(i, i))
+        if not self.reductions:
+            last_use |= dict.fromkeys((store.value for store in self.loops.stores), len(nodes))
+        live, moments = dict[int, int](), list[Mapping[int, int]]()
+        for i, node in enumerate(nodes):
+            if i in self.finish:
+                continue
+            if not isinstance(node, Constant | Checked):
+                live[i] = 1 if node.dtype is torch.bool else node.dtype.itemsize
+            left = {n: size for n, size in live.items() if last_use.get(n, -1) > i}
+            if len(left) < len(live):
+                moments.append(live)
+            live = left
+        return tuple(map(self._by_groups, (*moments, live)))
+
+    def _by_groups(self, values: Mapping[int, int]) -> Mapping[frozenset[str], int]:
+        """Return the sum of some numbers that nodes have, for the nodes of each combination of groups."""
+        totals = dict[frozenset[str], int]()
+        for n, value in values.items():
+            totals[self.groups[n]] = totals.get(self.groups[n], 0) + value
+        return totals
 
     @cached_property
     def finish(self) -> frozenset[int]:

@@ -149,6 +149,9 @@ class Leaf:
     place: Place
     order: int
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @property
     def lanes(self) -> int:
         """The number of elements that a tile has of it, a power of two."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
-from fusion_compiler.ir.loops import COLS, ROWS, Checked, Constant, operands_of
+from fusion_compiler.ir.loops import COLS, ROWS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -29,24 +27,7 @@ def tile_registers(a: Analysis, s: Schedule) -> float:
     if s.cols is Cols.LOOP:
         tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
         return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
-    last_use: dict[int, int] = {}
-    for i, node in enumerate(a.loops.nodes):
-        last_use.update(dict.fromkeys(operands_of(node), i))
-    for i, node in reversed(list(enumerate(a.loops.nodes))):
-        if isinstance(node, Checked):  # a check is its operand
-            last_use[node.operand] = max(last_use[node.operand], last_use.get(i, i))
-    if not a.reductions:  # all values are stored at the end
-        last_use |= dict.fromkeys((store.value for store in a.loops.stores), len(a.loops.nodes))
-    live: dict[int, float] = {}
-    most = 0.0
-    for i, node in enumerate(a.loops.nodes):
-        if i in a.finish:
-            continue
-        if not isinstance(node, Constant | Checked):
-            size = 1 if node.dtype is torch.bool else node.dtype.itemsize
-            live[i] = _registers(a, s, a.groups[i], size)
-        most = max(most, sum(live.values()))
-        live = {n: r for n, r in live.items() if last_use.get(n, -1) > i}
+    most = max((sum(_registers(a, s, g, size) for g, size in live.items()) for live in a.live), default=0.0)
     sums = [i for i in a.across_rows if s.programs or i not in a.products]
     tile_groups = frozenset({ROWS, COLS})  # without a loop, the sums follow all loads
     return most + sum(_registers(a, s, a.groups[i] if s.programs else tile_groups, 4) for i in sums)

@@ -61,7 +61,7 @@ def of_convolution(
 def computed(
     loops: LoopNest, placement: Placement, buffers: dict[str, Buffer], tensors: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
-    program = assemble.build((loops,), (placement,), "boxed", "", buffers)
+    program = assemble.build(assemble.Nests((loops,), buffers), (placement,), "boxed", "")
     text = "".join(kernel.source for kernel in program.kernels)
     for i, buffer in enumerate(program.inputs):
         is_boxed = f"tl.make_tensor_descriptor(in{i}_ptr" in text
@@ -127,7 +127,7 @@ def test_windows_without_a_condition_share_a_dimension(reduced: str) -> None:
     text = ("split(y, 2); place(y.o, LOOP); place(y.i, LANES); place(t, LANES); place(c, LANES); "
             "place(r, LOOP); place(s, UNROLL); access(x, DESCRIPTOR); 1 warps")  # fmt: skip
     assert refusal(loops, Placement.parse(text), buffers, H200) is None
-    (kernel,) = assemble.build((loops,), (Placement.parse(text),), "boxed", "", buffers).kernels
+    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (Placement.parse(text),), "boxed", "").kernels
     assert f"tl.make_tensor_descriptor(in0_ptr, [{high + 2}, {wide + 1}, {c}], " in kernel.source
     tensor = torch.randn(high + 2, wide + 1, c)
     (ours,) = computed(loops, Placement.parse(text), buffers, {"x": tensor})
@@ -259,7 +259,7 @@ def test_a_box_is_one_bulk_copy_where_the_target_has_them(dtype: torch.dtype, bl
     buffers["x"] = replace(buffers["x"], dtype=dtype)
     placement = Placement.parse(ROWS_OF_FOUR.replace("split(c, 16)", f"split(c, {block})"))
     assert refusal(loops, placement, buffers, H200) is None
-    (kernel,) = assemble.build((loops,), (placement,), "boxed", "", buffers).kernels
+    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (placement,), "boxed", "").kernels
     assert kernel.source.count("in0_box.load(") == 9
     assert BULK in compile_for(kernel, "sm_90").asm["ptx"]
     assert BULK not in compile_for(kernel, "sm_80").asm["ptx"]
@@ -268,7 +268,7 @@ def test_a_box_is_one_bulk_copy_where_the_target_has_them(dtype: torch.dtype, bl
 def test_offsets_have_32_bits_where_addresses_need_more() -> None:
     geometry, size = (3, 1, 1, 1), 2048
     loops, buffers = convolution(64, size, 64, geometry), of_convolution(64, size, 64, geometry)
-    (kernel,) = assemble.build((loops,), (Placement.parse(ROWS_OF_FOUR),), "boxed", "", buffers).kernels
+    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (Placement.parse(ROWS_OF_FOUR),), "boxed", "").kernels
     assert "tl.program_id(0).to(tl.int64)" in kernel.source
     assert BULK in compile_for(kernel, "sm_90").asm["ptx"]
 
@@ -279,7 +279,7 @@ def test_inputs_at_other_addresses_are_loaded_plainly() -> None:
     loops, buffers = convolution(2, 10, 40, geometry), of_convolution(2, 10, 40, geometry)
     boxed = Placement.parse(ROWS_OF_FOUR)
     plain = replace(boxed, directives=boxed.directives[:-1])
-    programs = tuple(assemble.build((loops,), (p,), "boxed", "", buffers) for p in (boxed, plain))
+    programs = tuple(assemble.build(assemble.Nests((loops,), buffers), (p,), "boxed", "") for p in (boxed, plain))
     assert [program.word > 0 for program in programs] == [True, False]
     tensors = random_inputs(buffers)
     inputs = [tensors[b.name] for b in programs[0].inputs]

@@ -57,7 +57,7 @@ class Windows(Nest):
 
 def built(loops: LoopNest, placement: Placement, shapes: dict[str, tuple[int, ...]]) -> Program:
     buffers = {name: contiguous(name, shape, torch.float32) for name, shape in shapes.items()}
-    return assemble.build((loops,), (placement,), "placed", "", buffers)
+    return assemble.build(assemble.Nests((loops,), buffers), (placement,), "placed", "")
 
 
 def run(program: Program, **tensors: Tensor) -> Tensor:

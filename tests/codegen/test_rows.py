@@ -132,7 +132,7 @@ def computed(loops: LoopNest, form: Schedule, x: Tensor, w: Tensor) -> list[Tens
     """Return the results of a nest under one form, in the interpreter."""
     shapes = {"x": (3, 5, 317), "w": (317,), "out1": (3, 5), "out3": (3, 5)}
     buffers = {n: Buffer(n, s, torch.empty(s).stride(), torch.float32) for n, s in shapes.items()}
-    program = assemble.build((loops,), (form,), "rows", "", buffers)
+    program = assemble.build(assemble.Nests((loops,), buffers), (form,), "rows", "")
     tensors = {"x": x, "w": w}
     return list(interpret(program, [tensors[b.name] for b in program.inputs], []))
 

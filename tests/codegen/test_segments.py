@@ -55,7 +55,7 @@ def expected(x: Tensor, w: Tensor, kept: str) -> list[Tensor]:
 
 def built(loops: LoopNest, schedule: Schedule, shapes: dict[str, tuple[int, ...]]) -> Program:
     buffers = {n: contiguous(n, shape, torch.float32) for n, shape in shapes.items()}
-    return assemble.build((loops,), (schedule,), "norm_like", "", buffers)
+    return assemble.build(assemble.Nests((loops,), buffers), (schedule,), "norm_like", "")
 
 
 def poisoned(*args: object, **options: object) -> Tensor:

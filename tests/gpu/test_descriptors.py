@@ -64,7 +64,7 @@ def test_threads_graphs_and_other_addresses() -> None:
     loops, buffers = convolution(2, 10, 40, geometry), of_convolution(2, 10, 40, geometry)
     boxed = Placement.parse(ROWS_OF_FOUR)
     plain = replace(boxed, directives=boxed.directives[:-1])
-    programs = [assemble.build((loops,), (p,), "boxed", "", buffers) for p in (boxed, plain)]
+    programs = [assemble.build(assemble.Nests((loops,), buffers), (p,), "boxed", "") for p in (boxed, plain)]
     runner, inputs = runner_of(*programs), list[Tensor]()
     results: list[Tensor] = []
 
