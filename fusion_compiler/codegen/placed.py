@@ -1196,13 +1196,14 @@ class Emitter:
         conditions = [] if store.within is None else self.condition(store.within)
         if conditions is None:
             return
-        conditions += self.by_one(store.index)
+        conditions += self.by_one(self.of_store(store))
         self.put(value, store.buffer, index, self.axes_of(store.index), conditions, store.value)
 
-    def by_one(self, index: Index) -> list[Tile]:
-        """Return the condition that one of several programs with the same value stores it."""
-        shared = [leaf for leaf in self.grid if leaf.place is Place.SHARED]
-        return [Tile(self.element(x).value.eq(0)) for x in shared if not self.of_index(index) & {x}]
+    def by_one(self, leaves: frozenset[Leaf]) -> list[Tile]:
+        """Return the condition that one of several programs with the same value stores it. leaves: those on
+        which the store depends."""
+        shared = [leaf for leaf in self.grid if leaf.place is Place.SHARED and leaf not in leaves]
+        return [Tile(self.element(leaf).value.eq(0)) for leaf in shared]
 
     def put(
         self,
@@ -1229,7 +1230,7 @@ class Emitter:
         program, width = self.sum_of(parts), of.buffer.stride[0]
         rest = None if index.value == Literal(0) else index.value
         place = self.joined(plus(program if width == 1 else program * lift(width), rest), index)
-        conditions = self.by_one(Index(0, tuple((k, 1) for k in of.axes)))
+        conditions = self.by_one(self.of_axes(of.axes))
         self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), conditions, number)
 
 

@@ -292,7 +292,7 @@ class RowTiles(Emitter):
     def doubled(self) -> Generator[None]:
         """Emit accesses to twice as many columns."""
         axes, lanes, leaves = self.axes, self.lanes, self.leaves
-        last = len(self.loops.axes) - 1
+        last = max(self.columns)
         fused_axes = {last, self.fused.get(last, last)}
         self.axes = tuple(
             replace(axis, name="pair", size=product((axis.size, 2))) if k in fused_axes else axis
@@ -307,7 +307,7 @@ class RowTiles(Emitter):
         self.axes, self.lanes, self.leaves = axes, lanes, leaves
 
     def index_of_pair(self, index: Index) -> Index:
-        last = len(self.loops.axes) - 1
+        last = max(self.columns)
         return Index(index.const, tuple((k, 1 if k == last else c) for k, c in index.terms))
 
     def load_pair(self, left: int, right: int) -> None:

@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
     operands_of,
+    store_operands,
 )
 from fusion_compiler.ir.syntax import Expression, Items, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import waiting
@@ -136,18 +137,19 @@ class RowEmitter(RowTiles):
         other takes one, and a store is made as soon as its value is complete."""
         self.block_depth = self.depth
         level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.finish]
-        full = [s for s in stores if self.of_index(s.index) & self.of_axes(self.columns)]
+        full = [s for s in stores if self.of_store(s) & self.of_axes(self.columns)]
         of_row = [s for s in stores if s not in full]
         if self.placement.num_stages == 1:
             needed = sorted(self.needed_by(o for s in self.one_by_one(of_row) for o in self.read_by(s)))
             self.compute(n for n in needed if not level[n] and COLS not in self.a.groups[n])
-        levels = [level[n] for n in (*reductions, *self.a.segmented)] + [level[s.value] + 1 for s in full]
+        complete = {s: max(level[o] for o in store_operands(s)) for s in full}
+        levels = [level[n] for n in (*reductions, *self.a.segmented)] + [n + 1 for n in complete.values()]
         last = max(levels, default=0) - 1
         for number in range(last + 1):
             self.is_last_pass = number == last
             states = self.states([n for n in reductions if level[n] == number + 1])
             states = states if loop is None else [by_words(self, state) for state in states]
-            writes = [s for s in full if level[s.value] == number]
+            writes = [s for s in full if complete[s] == number]
             partial = [n for n in self.a.segmented if level[n] == number + 1]
             if not states and not writes and not partial:
                 continue

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from math import prod
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fusion_compiler as fc
 from fusion_compiler import explain
-from fusion_compiler.codegen import assemble
+from fusion_compiler.codegen import assemble, emit
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Reduce, Store
@@ -185,3 +187,26 @@ def test_sums_join_along_one_axis_only() -> None:
     ours = Compiled(fn)(x, target)
     for mine, eager, exact in zip(ours, fn(x, target), fn(x.double(), target), strict=True):
         assert (problem := not_as_close(mine, eager, exact)) is None, problem
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Schedule(1, 64, Cols.LOOP),
+        Schedule(2, 64, Cols.LOOP),
+        Schedule(1, 64, Cols.LOOP, splits=2),
+        Schedule(1, 256, Cols.WHOLE, splits=2),
+    ],
+    ids=str,
+)
+def test_stores_at_places_that_are_loaded_are_made_for_every_column(form: Schedule) -> None:
+    def put(kept: Tensor, places: Tensor, x: Tensor) -> Tensor:
+        kept.index_copy_(1, places, x)
+        return (x == x.amax(1, keepdim=True)).sum(1)
+
+    places, x = torch.randperm(300), torch.randn(7, 300)
+    with patch.object(emit, "schedules_of", lambda *_: (form,)):
+        compiled = fc.compile(put, backend="interpret")
+        ours, eager = torch.zeros_like(x), torch.zeros_like(x)
+        assert torch.equal(compiled(ours, places, x), put(eager, places, x))
+    assert torch.equal(ours, eager) and len(compiled.plan[0].clusters) == 1

@@ -133,6 +133,21 @@ def test_forward_and_backward_sort_once() -> None:
     assert sorts == ["aten.sort.stable", "aten.searchsorted.Tensor"]
 
 
+@pytest.mark.parametrize("columns", [2, 6])
+def test_sums_of_neighbours_are_stored_together(columns: int) -> None:
+    """One of them has a term that the other lacks."""
+
+    def both(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, ::2] * 1, x[index]
+
+    x, index = torch.randn(30, columns, requires_grad=True), torch.randint(30, (50,))
+    sent = torch.randn(30, columns // 2), torch.randn(50, columns)
+    fast = fc.compile(both, backend="interpret", strict=True)
+    (ours,) = torch.autograd.grad(fast(x, index), x, sent)
+    (exact,) = torch.autograd.grad(both(x.double(), index), x, [s.double() for s in sent])
+    torch.testing.assert_close(ours, exact)
+
+
 def test_sums_of_sums_are_two_kernels() -> None:
     """The gradient of a lookup in a lookup: each of its terms would be a loop of its own."""
     x, first, then = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (250,))
