@@ -85,7 +85,8 @@ def embedding_backward(
 def scatter_reduce(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """Scatter by an index of rows, expanded over the other dimensions. Any other index is left to ATen."""
+    """Scatter by an index of rows, expanded over the other dimensions. Any other index is left to ATen. The
+    result is contiguous, whatever the strides of `x`."""
     combine = {"sum": "sum", "amax": "max", "amin": "min"}.get(reduce)
     if combine is None or not x.is_floating_point() or not _by_rows(x, dim, index):
         return NotImplemented
@@ -103,8 +104,8 @@ def scatter_reduce(
     total = total.view(size, *rest).permute(back)
     if not include_self:
         taken = (ordered.last > ordered.first).view(size, *(1 for _ in rest)).permute(back)
-        return torch.where(taken, total, x)
-    return {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine](x, total)
+        return torch.where(taken, total, x).contiguous()
+    return {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[combine](x, total).contiguous()
 
 
 def _by_rows(x: Tensor, dim: int, index: Tensor) -> bool:

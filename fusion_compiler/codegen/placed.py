@@ -427,8 +427,9 @@ class Emitter:
     def place(self, number: int) -> Tile:
         """Return a value that is used as an index, in 64 bits: times a stride it may leave 32."""
         tile = self.tile(number)
-        value = convert(tile.value, self.loops.nodes[number].dtype, torch.int64)
-        return self.joined(value, tile)
+        if isinstance(tile.value, Literal):
+            return tile
+        return replace(tile, value=convert(tile.value, self.loops.nodes[number].dtype, torch.int64))
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         """Return whether elements lie within these axes, or None if all that the program visits do."""
@@ -507,7 +508,8 @@ class Emitter:
                 end = product((ceil_div(self.axes[leaf.axis].size, grid.step), grid.step))
                 first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
                 values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
-            outer.body.append(For(self.loop_variables[leaf.name], values, inner.body))
+            if inner.body:  # sums of nothing have none
+                outer.body.append(For(self.loop_variables[leaf.name], values, inner.body))
         self.scopes, self.depth = scopes, before
 
     @contextmanager
@@ -571,6 +573,11 @@ class Emitter:
                 tile = self.reduced(number, node) if isinstance(node, Reduce) else self.emitted(number)
                 self.scopes[self.depth].tiles[self.key(number)] = tile
         return tile
+
+    def typed(self, number: int) -> Tile:
+        """Return the tile of a node; that of a number has its dtype."""
+        tile, dtype = self.tile(number), self.loops.nodes[number].dtype
+        return Tile(tl.full([], tile.value, dtype)) if isinstance(tile.value, Literal) else tile
 
     def emitted(self, number: int) -> Tile:
         node = self.loops.nodes[number]
@@ -823,15 +830,13 @@ class Emitter:
         return self.joined(self.sum_of([*by_four, (lanes, 1)], first), lanes, *(tile for tile, _ in by_four))
 
     def checked(self, node: Checked) -> Tile:
-        index = self.tile(node.position)
+        index = self.typed(node.position)
         holds = node.within is None or self.literal(node.within) is True
         mask = None if holds or node.within is None else self.tile(node.within)
         lanes = index.lanes | (NOWHERE if mask is None else mask.lanes)
         zero = tl.full(self.shape(lanes) if index.is_block else [], 0, self.loops.nodes[node.position].dtype)
-        condition, value = None if mask is None else mask.value, index.value
-        if isinstance(value, Literal):
-            value = tl.full([], value, self.loops.nodes[node.position].dtype)
-        self.add(Check(value, lift(node.low), lift(node.high), node.what, condition, zero))
+        condition = None if mask is None else mask.value
+        self.add(Check(index.value, lift(node.low), lift(node.high), node.what, condition, zero))
         return self.tile(node.operand)
 
     def computed(self, number: int, node: Compute) -> Tile:
@@ -840,20 +845,18 @@ class Emitter:
             return divided[0] or Tile(tl.full([], divided[1], node.dtype))
         source = self.chosen(node)
         if source is not None and self.loops.nodes[source].dtype is node.dtype:
-            is_number = isinstance(self.loops.nodes[source], Constant)
-            return Tile(tl.full([], self.tile(source).value, node.dtype)) if is_number else self.tile(source)
+            return self.typed(source)
         if (floats := floats_of(self.loops, number)) is not None:
-            tiles = [self.tile(n) for n in floats.operands()]
-            return self.joined(floats.value(lambda n: self.tile(n).value), *tiles)
+            tiles = [self.typed(n) for n in floats.operands()]
+            return self.joined(floats.value(lambda n: self.typed(n).value), *tiles)
         if (byte := widened_byte(self.loops, node)) is not None:
-            return replace(self.tile(byte), value=fm.from_byte(self.tile(byte).value))
+            return replace(self.typed(byte), value=fm.from_byte(self.typed(byte).value))
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
-        literals = [n for n in numbers if isinstance(self.loops.nodes[n], Constant)]
+        literals = [n for n in numbers if isinstance(tiles[n].value, Literal)]
         if len(literals) == len(numbers) or (len(literals) > 1 and node.target is not aten.where.self):
             for n in literals:  # two numbers have no type in Triton's functions
-                value = tl.full([], tiles[n].value, self.loops.nodes[n].dtype)
-                tiles[n] = Tile(self.let("constant", value))
+                tiles[n] = Tile(self.let("constant", self.typed(n).value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
         divisor = operand_of(node, "other") if node.target is aten.div.Tensor else None
         if divisor is not None and number in self.rough and self.is_repeated(divisor, number):
@@ -1126,13 +1129,11 @@ class Emitter:
         """Return a reduction's operand, neutral where no element is; None if it adds nothing."""
         if node.combine == "sum" and self.is_dead(node.operand):
             return None
-        return self.masked(node, self.tile(node.operand))
+        return self.masked(node, self.typed(node.operand))
 
     def masked(self, node: Reduce, tile: Tile) -> Tile:
         """Return a tile as a reduction's operand, neutral where no element is."""
         source = self.loops.nodes[node.operand]
-        if isinstance(source, Constant):
-            tile = Tile(tl.full([], tile.value, source.dtype))
         if monoids.is_logical(node):
             value = convert(tile.value, source.dtype, torch.bool).to(torch.int32)
         else:
@@ -1190,9 +1191,7 @@ class Emitter:
     # -- stores --------------------------------------------------------------------------------------------
 
     def store(self, store: Store) -> None:
-        value, index = self.tile(store.value), self.index(store.index)
-        if isinstance(self.loops.nodes[store.value], Constant):
-            value = Tile(tl.full([], value.value, self.loops.nodes[store.value].dtype))
+        value, index = self.typed(store.value), self.index(store.index)
         conditions = [] if store.within is None else self.condition(store.within)
         if conditions is None:
             return

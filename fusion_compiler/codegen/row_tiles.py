@@ -21,7 +21,6 @@ from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Compute,
-    Constant,
     Index,
     Load,
     Node,
@@ -247,10 +246,10 @@ class RowTiles(Emitter):
 
     def scanned(self, number: int, node: Scan) -> Tile:
         """Return a scan of the tile. In a loop it continues the scan of the block before."""
-        source, tile = self.loops.nodes[node.operand], self.tile(node.operand)
+        source, tile = self.loops.nodes[node.operand], self.typed(node.operand)
         value = convert(tile.value, source.dtype, node.dtype)
         lanes, mask = tile.lanes | {self.lanes[-1]}, self.inside(self.columns)
-        if tile.lanes != lanes or isinstance(source, Constant):
+        if tile.lanes != lanes:
             value = tl.broadcast_to(value, self.shape(lanes))
         if mask is not None:
             value = tl.where(mask.value, value, monoids.neutral(node))
@@ -328,9 +327,8 @@ class RowTiles(Emitter):
         """Emit two stores as one."""
         lanes, values = self.of_index(left.index) & {*self.lanes}, list[Expression]()
         for number in (left.value, right.value):
-            tile, node = self.tile(number), self.loops.nodes[number]
-            value = tl.full([], tile.value, node.dtype) if isinstance(node, Constant) else tile.value
-            value = convert(value, node.dtype, self.dtypes[left.buffer])
+            tile = self.typed(number)
+            value = convert(tile.value, self.loops.nodes[number].dtype, self.dtypes[left.buffer])
             values.append(value if tile.lanes >= lanes else tl.broadcast_to(value, self.shape(lanes)))
         with self.doubled():
             axes = frozenset(k for k, _ in left.index.terms if k >= 0)

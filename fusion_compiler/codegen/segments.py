@@ -29,7 +29,7 @@ class SegmentEmitter(RowEmitter):
         """Store the block's part of segment reductions: one value per piece of each row."""
         for number in numbers:
             node = self.reduction(number)
-            term = self.masked(replace(node, axes=self.columns), self.tile(node.operand))
+            term = self.masked(replace(node, axes=self.columns), self.typed(node.operand))
             lanes, pieces = self.lanes[-1].lanes, self._pieces(number)
             count, shape = lanes // pieces.columns, [leaf.lanes for leaf in self.lanes]
             shape = [n if leaf in term.lanes else 1 for n, leaf in zip(shape, self.lanes, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusion_compiler.codegen import assemble
 from fusion_compiler.errors import KernelError
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import COLS, INNER, InRange, LoopNest, Value
 from fusion_compiler.runtime import cuda
 from fusion_compiler.runtime.launch import Runner, interpret
@@ -33,6 +33,10 @@ ROWS_OF_FOUR = (
     "place(n, GRID); place(y, GRID); split(x, 4); place(x.o, GRID); split(c, 16); place(c.o, GRID); "
     "place(x.i, LANES); place(c.i, LANES); place(r, UNROLL); place(s, UNROLL); access(x, DESCRIPTOR); 1 warps"
 )
+
+
+def program_of(loops: LoopNest, buffers: dict[str, Buffer], placement: Placement) -> Program:
+    return assemble.build(assemble.Nests((loops,), buffers), (placement,), "boxed", "")
 
 
 def through(placement: Placement, *names: str) -> Placement:
@@ -61,7 +65,7 @@ def of_convolution(
 def computed(
     loops: LoopNest, placement: Placement, buffers: dict[str, Buffer], tensors: dict[str, Tensor]
 ) -> tuple[Tensor, ...]:
-    program = assemble.build(assemble.Nests((loops,), buffers), (placement,), "boxed", "")
+    program = program_of(loops, buffers, placement)
     text = "".join(kernel.source for kernel in program.kernels)
     for i, buffer in enumerate(program.inputs):
         is_boxed = f"tl.make_tensor_descriptor(in{i}_ptr" in text
@@ -127,7 +131,7 @@ def test_windows_without_a_condition_share_a_dimension(reduced: str) -> None:
     text = ("split(y, 2); place(y.o, LOOP); place(y.i, LANES); place(t, LANES); place(c, LANES); "
             "place(r, LOOP); place(s, UNROLL); access(x, DESCRIPTOR); 1 warps")  # fmt: skip
     assert refusal(loops, Placement.parse(text), buffers, H200) is None
-    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (Placement.parse(text),), "boxed", "").kernels
+    (kernel,) = program_of(loops, buffers, Placement.parse(text)).kernels
     assert f"tl.make_tensor_descriptor(in0_ptr, [{high + 2}, {wide + 1}, {c}], " in kernel.source
     tensor = torch.randn(high + 2, wide + 1, c)
     (ours,) = computed(loops, Placement.parse(text), buffers, {"x": tensor})
@@ -259,7 +263,7 @@ def test_a_box_is_one_bulk_copy_where_the_target_has_them(dtype: torch.dtype, bl
     buffers["x"] = replace(buffers["x"], dtype=dtype)
     placement = Placement.parse(ROWS_OF_FOUR.replace("split(c, 16)", f"split(c, {block})"))
     assert refusal(loops, placement, buffers, H200) is None
-    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (placement,), "boxed", "").kernels
+    (kernel,) = program_of(loops, buffers, placement).kernels
     assert kernel.source.count("in0_box.load(") == 9
     assert BULK in compile_for(kernel, "sm_90").asm["ptx"]
     assert BULK not in compile_for(kernel, "sm_80").asm["ptx"]
@@ -268,7 +272,7 @@ def test_a_box_is_one_bulk_copy_where_the_target_has_them(dtype: torch.dtype, bl
 def test_offsets_have_32_bits_where_addresses_need_more() -> None:
     geometry, size = (3, 1, 1, 1), 2048
     loops, buffers = convolution(64, size, 64, geometry), of_convolution(64, size, 64, geometry)
-    (kernel,) = assemble.build(assemble.Nests((loops,), buffers), (Placement.parse(ROWS_OF_FOUR),), "boxed", "").kernels
+    (kernel,) = program_of(loops, buffers, Placement.parse(ROWS_OF_FOUR)).kernels
     assert "tl.program_id(0).to(tl.int64)" in kernel.source
     assert BULK in compile_for(kernel, "sm_90").asm["ptx"]
 
@@ -279,7 +283,7 @@ def test_inputs_at_other_addresses_are_loaded_plainly() -> None:
     loops, buffers = convolution(2, 10, 40, geometry), of_convolution(2, 10, 40, geometry)
     boxed = Placement.parse(ROWS_OF_FOUR)
     plain = replace(boxed, directives=boxed.directives[:-1])
-    programs = tuple(assemble.build(assemble.Nests((loops,), buffers), (p,), "boxed", "") for p in (boxed, plain))
+    programs = tuple(program_of(loops, buffers, p) for p in (boxed, plain))
     assert [program.word > 0 for program in programs] == [True, False]
     tensors = random_inputs(buffers)
     inputs = [tensors[b.name] for b in programs[0].inputs]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import fusion_compiler as fc
 from fusion_compiler import explain
@@ -210,3 +211,24 @@ def test_stores_at_places_that_are_loaded_are_made_for_every_column(form: Schedu
         ours, eager = torch.zeros_like(x), torch.zeros_like(x)
         assert torch.equal(compiled(ours, places, x), put(eager, places, x))
     assert torch.equal(ours, eager) and len(compiled.plan[0].clusters) == 1
+
+
+def of_nothing(x: Tensor, v: Tensor) -> Tensor:
+    return torch.div(x, v.abs() + 1, rounding_mode="floor")
+
+
+def of_one_element(x: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    padded = F.pad(x[:1, :1].byte(), (1, 3), value=1)
+    return x[:1, :1].argmax(), ~padded, torch.roll(padded, 2, 0).float()
+
+
+@pytest.mark.parametrize("fn", [of_nothing, of_one_element])
+def test_what_is_known_in_advance_has_a_type_and_takes_no_loop(fn: Callable[..., Tensor]) -> None:
+    """A gradient of zeros is a sum of nothing; an element that is checked may be a number."""
+    x, v = torch.randn(128, 2), torch.randn(1, 2, requires_grad=True)
+    compiled = fc.compile(fn, backend="interpret", strict=True)
+    for ours, eager in zip(tree_leaves(compiled(x, v)), tree_leaves(fn(x, v)), strict=True):
+        assert torch.equal(ours, eager)
+        if eager.requires_grad:
+            ones = torch.ones_like(eager)
+            assert torch.equal(*(torch.autograd.grad(result, v, ones)[0] for result in (ours, eager)))

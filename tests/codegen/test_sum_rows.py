@@ -133,6 +133,17 @@ def test_forward_and_backward_sort_once() -> None:
     assert sorts == ["aten.sort.stable", "aten.searchsorted.Tensor"]
 
 
+@pytest.mark.parametrize("include_self", [True, False])
+def test_the_result_of_a_scatter_is_contiguous(include_self: bool) -> None:
+    def largest(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        return x.scatter_reduce(1, index.expand(x.shape), rows, "amax", include_self=include_self)
+
+    x, rows, index = torch.randn(5, 4).T, torch.randn(4, 5), torch.randint(5, (1, 5))
+    fast = fc.compile(largest, backend="interpret", strict=True)
+    ours, eager = fast(x, index, rows), largest(x, index, rows)
+    assert torch.equal(ours, eager) and ours.stride() == eager.stride() == (5, 1)
+
+
 @pytest.mark.parametrize("columns", [2, 6])
 def test_sums_of_neighbours_are_stored_together(columns: int) -> None:
     """One of them has a term that the other lacks."""
