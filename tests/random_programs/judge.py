@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import traceback
 import warnings
@@ -9,13 +10,21 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_compiler as fc
+from fusion_compiler.codegen import emit
+from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.errors import FusionWarning
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.schedule import Schedule
+from tests.exactness import cramped, misaligned_forms
 from tests.random_programs.outcome import Outcome, called, differences, steps
 from tests.random_programs.program import Program
 from tests.random_programs.rounding import RandomRounding
@@ -51,6 +60,20 @@ def compiled(fn: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
 
 def aot_eager(fn: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     return torch.compile(fn, backend="aot_eager", dynamic=dynamic or None, fullgraph=True)
+
+
+@contextmanager
+def any_schedules(seed: int) -> Generator[None]:
+    """Within it, each nest runs under a schedule that is drawn from its own, and from those of tests."""
+
+    def drawn(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+        kinds = (schedules_of, cramped, misaligned_forms)
+        forms = dict.fromkeys(s for kind in kinds for s in kind(loops, name, device))
+        first = random.Random(f"{seed} {loops}").choice([*forms])
+        return (first, *[s for s in forms if isinstance(s, Schedule) and not s.misaligned][:1])
+
+    with patch.object(emit, "schedules_of", drawn):
+        yield
 
 
 def judge(program: Program, compile: Compile = compiled, seconds: float = 60) -> Verdict:
