@@ -24,7 +24,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -251,7 +251,7 @@ class Emitter:
         return [leaf for leaf in leaves[same:] if member == first or quotient(leaf.step, size) is None]
 
     def of_axes(self, axes: Iterable[int]) -> frozenset[Leaf]:
-        return frozenset(leaf for axis in axes for leaf in self.leaves[axis])
+        return NOWHERE.union(*(self.leaves[axis] for axis in axes))
 
     def reduced_leaves(self, node: Reduce) -> frozenset[Leaf]:
         """Return what each program reduces of a reduction."""
@@ -535,11 +535,13 @@ class Emitter:
                 return depth
         return 0
 
-    def home(self, leaves: Iterable[Leaf]) -> int:
+    def home(self, leaves: Collection[Leaf]) -> int:
         """Return the depth of the innermost open loop among some leaves."""
-        needed = {leaf.name for leaf in leaves}
-        scopes = enumerate(self.scopes[: self.depth + 1])
-        return max((d for d, s in scopes if s.loop is not None and s.loop.name in needed), default=0)
+        for depth in range(self.depth, 0, -1):
+            loop = self.scopes[depth].loop
+            if loop is not None and any(leaf.name == loop.name for leaf in leaves):
+                return depth
+        return 0
 
     def block_of(self, number: int) -> int:
         """Return the depth of the outermost block that has all on which a node depends."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -87,7 +87,7 @@ class RowTiles(Emitter):
         lanes = (self.lanes[-1] if leaf == self.hidden else leaf for leaf in self.depends[number])
         return frozenset(lanes) & {*self.lanes}
 
-    def home(self, leaves: Iterable[Leaf]) -> int:
+    def home(self, leaves: Collection[Leaf]) -> int:
         return super().home(leaves) if self.hidden is None else self.depth
 
     def block_of(self, number: int) -> int:

@@ -18,6 +18,7 @@ Variables are objects (`syntax.Var`) that get their names when the program is pr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -49,8 +50,18 @@ Value = Expression | Combine
 NO_VARIABLES = frozenset[Variable]()
 
 
+class Simple:
+    """A statement without blocks."""
+
+    @functools.cached_property
+    def names(self) -> frozenset[Variable | Global]:
+        """Return the variables, parameters and module names that the statement reads."""
+        values = [value.names for value in expressions(cast(Statement, self))]
+        return values[0] if len(values) == 1 else frozenset[Variable | Global]().union(*values)
+
+
 @dataclass(frozen=True)
-class Assign:
+class Assign(Simple):
     """targets = value. node: the node of the nest whose value the target holds."""
 
     targets: tuple[Variable, ...]
@@ -59,7 +70,7 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(Simple):
     """target <sign>= value."""
 
     target: Variable
@@ -68,7 +79,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Store:
+class Store(Simple):
     """tl.store(pointer, value, mask). node: the node of the nest that is stored."""
 
     pointer: Expression
@@ -115,7 +126,7 @@ class If:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Simple):
     """Abort the program unless low <= index < high wherever the mask is true.
 
     what: the operator that uses the index.
@@ -156,7 +167,7 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class Signal:
+class Signal(Simple):
     """Leave a message for other programs, in a box of each.
 
     values: one or two numbers of 32 bits, which are all that the others read. With a scope, the number of the
@@ -169,7 +180,7 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Simple):
     """Receive what other programs have signalled. Later statements run when each of them has.
 
     like: a tile that has the dtype of the values. With a scope, the number of the round, which the target is
@@ -185,14 +196,14 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Do:
+class Do(Simple):
     """Call a function that returns nothing."""
 
     value: Expression
 
 
 @dataclass(frozen=True)
-class Return:
+class Return(Simple):
     values: tuple[Expression, ...]
 
 
@@ -234,9 +245,12 @@ def expressions(statement: Statement) -> tuple[Expression, ...]:
 
 def names(statement: Statement) -> Set[Variable | Global]:
     """Return the variables, parameters and module names that a statement reads, including its blocks."""
-    own = [value.names for value in expressions(statement)]
-    inner = [names(inner) for body in bodies(statement) for inner in body]
-    return own[0] if len(own) == 1 and not inner else frozenset[Variable | Global]().union(*own, *inner)
+    if isinstance(statement, Simple):
+        return statement.names
+    header = (value.names for value in expressions(statement))
+    return frozenset[Variable | Global]().union(
+        *header, *(names(inner) for body in bodies(statement) for inner in body)
+    )
 
 
 def reads(statement: Statement) -> set[Variable]:
