@@ -95,7 +95,9 @@ def fold(reduce: Reduce, tile: Expression, axis: int, keep: bool, plain: bool = 
     monoid = MONOIDS[reduce.combine]
     if monoid.floats is not None and reduce.dtype.is_floating_point and not plain:
         return monoid.floats(tile, axis, keep)
-    return monoid.fold(tile, axis=axis, **({"keep_dims": True} if keep else {}))
+    folded = monoid.fold(tile, axis=axis, **({"keep_dims": True} if keep else {}))
+    is_widened = reduce.combine in ("max", "min") and reduce.dtype in (torch.int8, torch.uint8, torch.int16)
+    return folded.to(reduce.dtype) if is_widened else folded
 
 
 def scan(node: Scan, tile: Expression, axis: int) -> Expression:

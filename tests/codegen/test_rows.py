@@ -232,3 +232,18 @@ def test_what_is_known_in_advance_has_a_type_and_takes_no_loop(fn: Callable[...,
         if eager.requires_grad:
             ones = torch.ones_like(eager)
             assert torch.equal(*(torch.autograd.grad(result, v, ones)[0] for result in (ours, eager)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+@pytest.mark.parametrize("form", [Schedule(1, 64, Cols.LOOP), Schedule(2, 512, Cols.WHOLE)], ids=str)
+def test_a_maximum_of_small_integers_keeps_its_dtype(form: Schedule, dtype: torch.dtype) -> None:
+    """Triton folds tiles of them as int32, which divides by no uint8."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        largest = x.amax(-1)
+        return torch.remainder(largest, largest // 2 + 1), x.amin(-1) - largest
+
+    x = torch.randint(100, (3, 500)).to(dtype)
+    compiled = Compiled(fn, schedules=lambda *_: (form,))
+    for ours, eager in zip(compiled(x), fn(x), strict=True):
+        assert torch.equal(ours, eager)
