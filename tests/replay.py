@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.sizes import ALL_CASES
-from fusion_compiler.codegen.assemble import build
+from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
@@ -84,7 +84,7 @@ def programs(plan: FusionPlan, seen: set[Canonical]) -> Iterator[tuple[str, str]
 
 def text_of(key: Canonical, schedule: Schedule, name: str, buffers: dict[str, object]) -> str:
     try:
-        program = build(key.nests, (schedule,), name, "", buffers)  # type: ignore[arg-type]
+        program = build(Nests(key.nests, buffers), (schedule,), name, "")  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     kernels = (f"{k.grid} {k.num_warps} {k.registers}\n{k.source}" for k in program.kernels)

@@ -38,9 +38,9 @@ from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.ops import is_always_held
-from fusion_compiler.ir.pinned import pin
 from fusion_compiler.ir.random import merge_seeds
 from fusion_compiler.ir.recurrent import FORWARDS
+from fusion_compiler.ir.reproducible import mark_reproducible
 
 _aten = torch.ops.aten
 # The cut nearest to the sink is the same for every maximum flow. For 32 layers the default algorithm takes
@@ -68,7 +68,7 @@ def partition(
     read_wide_statistics(joint.graph)
     joint.graph.eliminate_dead_code()
     merge_equal(joint.graph)
-    pin(joint.graph)
+    mark_reproducible(joint.graph)
     mark_gradients(joint.graph)
     look_up_again(joint.graph)
     keep_records(joint.graph)

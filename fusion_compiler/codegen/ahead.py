@@ -56,7 +56,7 @@ def replicated_of(a: Analysis) -> Replicated | None:
 
 def statements_of(inner: RowEmitter, caller: RowEmitter, ahead: Replicated) -> list[Statement]:
     """Return the function's statements. inner: emits them."""
-    inner.rough = frozenset(n for outer, n in ahead.numbers.items() if outer in caller.rough)
+    inner.fp16 = frozenset(n for outer, n in ahead.numbers.items() if outer in caller.fp16)
     results = [ahead.numbers[n] for n in ahead.results]
     inner.compute(sorted(inner.needed_by(results)))
     inner.compute(sorted(inner.needed_by(results)))  # values of a mean that was corrected since

@@ -85,7 +85,7 @@ class ContractingEmitter(PieceEmitter):
     def terms_of(self, c: Contraction) -> Terms | None:
         """Return the terms of a contraction, or None if too little of a float32 matrix would be
         represented."""
-        is_exact = any(i not in self.rough for i in c.sums)
+        is_exact = any(i not in self.fp16 for i in c.sums)
         dtypes = [self.held(n) for n in (c.matrix, *c.vectors)]
         matrix = 1 if dtypes[0] in ONE else 2
         if matrix == 2 and is_exact and dtypes[0] not in TWO:

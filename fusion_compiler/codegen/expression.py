@@ -46,12 +46,12 @@ def promoted(dtypes: list[torch.dtype]) -> torch.dtype:
 
 
 def computed(
-    node: Compute, operand: Callable[[int], tuple[Expression, torch.dtype]], rough: bool = False
+    node: Compute, operand: Callable[[int], tuple[Expression, torch.dtype]], fp16: bool = False
 ) -> Expression:
     """Return the value of an operator: the table's expression of the converted operands.
 
     operand(n): returns the value of node n (a `Literal` if it is a number) and its dtype.
-    rough: use the table's faster expression, if it has one.
+    fp16: use the table's faster expression, if it has one.
     """
     spec = spec_of(node.target)
     assert spec is not None and spec.expr is not None
@@ -78,8 +78,8 @@ def computed(
         else:
             values[name] = scalar(arg, want, all_literals) if isinstance(arg, int | float) else arg
     row = spec.expr
-    if rough:
-        row = (spec.coarse if node.coarse else None) or spec.rough or spec.expr
+    if fp16:
+        row = (spec.bf16 if node.bf16 else None) or spec.fp16 or spec.expr
     if isinstance(row, Global):  # its parameters do not have the schema's names
         result = row(*(values[a.name] for a in spec.target._schema.arguments if a.name in values))
     else:

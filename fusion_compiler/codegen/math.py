@@ -86,16 +86,16 @@ def tanh(x):
         size = tl.abs(x)
         exponent = size * 2.8853900817779268
         growth = instruction("ex2.approx.ftz.f32", exponent) if has_ptx() else tl.exp2(exponent)
-        far = 1.0 - 2.0 * rough_reciprocal(1.0 + growth)
+        far = 1.0 - 2.0 * fp16_reciprocal(1.0 + growth)
         return copysign(tl.where(size < 1.0, size + size * square * series, far), x)
     else:
         return libdevice.tanh(x)
 
 
-# The functions up to copysign are for float32 values that are later rounded to 16 bits. Rough functions have
-# a relative error of 2^-15, coarse ones of 2^-11, with the same NaN, infinities and zeros as the exact ones.
-# Results below 2^-126 may become zero. docs/numerics.md has the table, and tests/codegen/test_rough.py
-# verifies it.
+# The functions up to copysign are for float32 values that are later rounded to 16 bits. Those of fp16 have a
+# relative error of 2^-15, those of bf16 one of 2^-11, with the same NaN, infinities and zeros as the exact
+# ones. Results below 2^-126 may become zero. docs/numerics.md has the table, which
+# tests/codegen/test_precision.py verifies.
 
 
 def has_ptx(_semantic: Any = None) -> tl.constexpr:
@@ -211,7 +211,7 @@ def from_bits(x, mask: tl.constexpr, shift: tl.constexpr, less: tl.constexpr, si
 
 
 @triton.jit
-def rough_reciprocal(x):
+def fp16_reciprocal(x):
     """Return 1 / x, or 0 if that is below 2^-126."""
     if has_ptx():
         return instruction("rcp.approx.ftz.f32", x)
@@ -220,7 +220,7 @@ def rough_reciprocal(x):
 
 
 @triton.jit
-def rough_sqrt(x):
+def fp16_sqrt(x):
     """Return the square root."""
     if has_ptx():
         return instruction("sqrt.approx.f32", x)
@@ -229,16 +229,16 @@ def rough_sqrt(x):
 
 
 @triton.jit
-def rough_exp(x):
+def fp16_exp(x):
     """Return exp(x). Most of its error is the product's rounding, 2^-24 of an exponent below 128."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def rough_expm1(x):
+def fp16_expm1(x):
     """Return exp(x) - 1, by its series where the subtraction would cancel."""
     near = x + x * x * (0.5 + x * (0.16666667 + x * 0.041666668))
-    return tl.where(tl.abs(x) < 0.125, near, rough_exp(x) - 1.0)
+    return tl.where(tl.abs(x) < 0.125, near, fp16_exp(x) - 1.0)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def near_log2(x):
 
 
 @triton.jit
-def rough_log2(x):
+def fp16_log2(x):
     """Return log2(x). The instruction has an absolute error of 2^-22 near 1, so a series replaces it
     there."""
     far = instruction("lg2.approx.f32", x) if has_ptx() else tl.log2(x)
@@ -256,27 +256,27 @@ def rough_log2(x):
 
 
 @triton.jit
-def rough_log1p(x):
+def fp16_log1p(x):
     """Return log(1 + x)."""
     far = instruction("lg2.approx.ftz.f32", 1.0 + x) if has_ptx() else tl.log2(1.0 + x)
     return tl.where(tl.abs(x) < 0.0625, near_log2(x), far) * 0.6931471805599453
 
 
 @triton.jit
-def rough_pow(x, y):
+def fp16_pow(x, y):
     """Return x to a power that is not an integer, |y| <= 64."""
     magnitude = tl.where(x == float("-inf"), float("inf"), x)  # other negative numbers give NaN
-    return tl.exp2(y * rough_log2(magnitude))
+    return tl.exp2(y * fp16_log2(magnitude))
 
 
 @triton.jit
-def rough_sigmoid(x):
+def fp16_sigmoid(x):
     """Return 1 / (1 + exp(-x)), with the relative accuracy for either sign of x."""
-    return rough_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
+    return fp16_reciprocal(1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
-def coarse_sigmoid(x):
+def bf16_sigmoid(x):
     """Return 1 / (1 + exp(-x)) to 2^-12, with one special-function instruction instead of two.
 
     The bits of a number are approximately its logarithm, so a constant minus the bits gives the reciprocal to
@@ -291,25 +291,25 @@ def coarse_sigmoid(x):
 
 
 @triton.jit
-def rough_tanh(x):
+def fp16_tanh(x):
     """Return tanh from one exponential: 1 - 2 / (1 + exp(2x)). This cancels near 0, where x - x^3 / 3 is
     used. The two errors are equal at 1/16: 2^-18."""
     near = x - x * x * x * 0.3333333432674408
-    far = 1.0 - 2.0 * rough_reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
+    far = 1.0 - 2.0 * fp16_reciprocal(1.0 + tl.exp2(x * 2.8853900817779268))
     return tl.where(tl.abs(x) < 0.0625, near, far)
 
 
 @triton.jit
-def coarse_tanh(x):
+def bf16_tanh(x):
     """Return tanh to 2^-11, in one instruction."""
     if has_ptx():
         return instruction("tanh.approx.f32", x)
     else:
-        return rough_tanh(x)
+        return fp16_tanh(x)
 
 
 @triton.jit
-def rough_erf(x):
+def fp16_erf(x):
     """Return erf as a rational function of x in [-4, 4] (Eigen's coefficients)."""
     x = tl.minimum(
         tl.maximum(x, -4.0, propagate_nan=tl.PropagateNan.ALL), 4.0, propagate_nan=tl.PropagateNan.ALL
@@ -325,14 +325,14 @@ def rough_erf(x):
     q = tl.fma(s, q, -1.68282697438203e-03)
     q = tl.fma(s, q, -7.37332916720468e-03)
     q = tl.fma(s, q, -1.42647390514189e-02)
-    return x * p * rough_reciprocal(q)
+    return x * p * fp16_reciprocal(q)
 
 
 @triton.jit
-def rough_erfc(x):
+def fp16_erfc(x):
     """Return 1 - erf(x): for x > 0, exp(-x^2) times a polynomial in 1 / (1 + p |x|), the form of Hastings
     (1955). The coefficients are minimax for the relative error, 2^-16, until the result vanishes."""
-    t = rough_reciprocal(tl.fma(tl.abs(x), 0.455788, 1.0))
+    t = fp16_reciprocal(tl.fma(tl.abs(x), 0.455788, 1.0))
     p = tl.fma(t, -0.13061665, 0.26302239)
     p = tl.fma(t, p, 0.11086953)
     p = tl.fma(t, p, 0.24347869)

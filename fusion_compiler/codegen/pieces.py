@@ -397,7 +397,7 @@ class PackedSums(Plain):
 
 def _form(node: Compute) -> object:
     literals = tuple((n, None if isinstance(a, Value) else exact(a)) for n, a in node.operands)
-    return node.target, literals, node.dtype, node.coarse, node.pinned, node.single_producer
+    return node.target, literals, node.dtype, node.bf16, node.reproducible, node.single_producer
 
 
 def values_of(stores: Sequence[Store]) -> Nodes:

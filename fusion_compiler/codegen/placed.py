@@ -147,7 +147,7 @@ class Emitter:
         self.a, self.loops, self.placement = nest.analysis, nest.analysis.loops, nest.placement
         self.pointers, self.dtypes, self.empty = nest.pointers, nest.dtypes, nest.empty
         analysis, placement, loops, dtypes = self.a, self.placement, self.loops, self.dtypes
-        self.load_options, self.rough = nest.load_options, analysis.rough(dtypes)
+        self.load_options, self.fp16 = nest.load_options, analysis.fp16_values(dtypes)
         self.wide = analysis.furthest < 0 or analysis.furthest >= 2**31
         leaves = placement.leaves(loops.axes)
         self.boxes: dict[Load, Box] = {}  # of loads through descriptors
@@ -861,12 +861,12 @@ class Emitter:
                 tiles[n] = Tile(self.let("constant", self.typed(n).value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
         divisor = operand_of(node, "other") if node.target is aten.div.Tensor else None
-        if divisor is not None and number in self.rough and self.is_repeated(divisor, number):
+        if divisor is not None and number in self.fp16 and self.is_repeated(divisor, number):
             (dividend,) = (n for n in numbers if n != divisor)
             per = self.reciprocal(divisor)
             value = convert(tiles[dividend].value, dtypes[dividend], torch.float32) * per.value
             return self.joined(value, tiles[dividend], per)
-        value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.rough)
+        value = computed(node, lambda n: (tiles[n].value, dtypes[n]), number in self.fp16)
         return self.joined(value, *tiles.values())
 
     def is_repeated(self, operand: int, number: int) -> bool:
@@ -1041,7 +1041,7 @@ class Emitter:
         """
         matrix, vectors = self.factor(of.matrix, of.rows, of.terms), self.factor(of.vectors, of.few, of.terms)
         of_matrix = 1 if self.held(of.matrix) in ONE else 2
-        of_vectors = 1 if self.held(of.vectors) in ONE else 2 if number in self.rough else 3
+        of_vectors = 1 if self.held(of.vectors) in ONE else 2 if number in self.fp16 else 3
         parts = 4 if of_vectors > 2 else max(of_matrix, of_vectors)
         zeros = tl.zeros([of.rows.lanes, of.few.lanes * parts], torch.float32)
         contracted = fm.contract(matrix, vectors, zeros, of_matrix, of_vectors, parts)

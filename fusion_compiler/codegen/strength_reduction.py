@@ -38,11 +38,11 @@ COMPARISONS = {
 
 def shortened(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
     """Return `loops` with shorter forms. buffers: by name, those of its loads and stores."""
-    rough = Analysis(loops).rough({name: buffer.dtype for name, buffer in buffers.items()})
-    return thresholds(complements(loops, rough))
+    fp16 = Analysis(loops).fp16_values({name: buffer.dtype for name, buffer in buffers.items()})
+    return thresholds(complements(loops, fp16))
 
 
-def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
+def complements(loops: LoopNest, fp16: frozenset[int]) -> LoopNest:
     """Rewrite 1 + erf(u) -> erfc(-u) in 16-bit GELUs.
 
     erfc takes as many instructions (in float32 twice as many) and keeps digits that the sum loses.
@@ -51,7 +51,7 @@ def complements(loops: LoopNest, rough: frozenset[int]) -> LoopNest:
     uses = Counter(o for n in nodes for o in operands_of(n))
     uses.update(o for s in loops.stores for o in store_operands(s))
     for i, node in enumerate(nodes):
-        if i not in rough or not isinstance(node, Compute):
+        if i not in fp16 or not isinstance(node, Compute):
             continue
         erf = _one_more_than(loops, node)
         value = nodes[erf] if erf is not None else None

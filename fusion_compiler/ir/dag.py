@@ -22,8 +22,8 @@ from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.eager_checks import refuses_node
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.pinned import pinned_values
 from fusion_compiler.ir.recurrent import LAYERS
+from fusion_compiler.ir.reproducible import reproducible_values
 from fusion_compiler.ir.schema import bound, written
 
 aten = torch.ops.aten
@@ -63,9 +63,9 @@ class Op:
     inputs: the names of the ops that it reads, in the order of the arguments. An op that two arguments name
     is listed once, so a position says nothing about an argument, and a Collection has none: see `operand`.
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result. flops, bytes: what
-    it computes, and what it reads and writes when it runs alone. pinned: its value is one number wherever it
-    is computed or held, as something that jumps depends on it. rounds: its value is rounded to its dtype even
-    where it is not stored: see `round_trips`.
+    it computes, and what it reads and writes when it runs alone. reproducible: its value is one number
+    wherever it is computed or held, because a discontinuous operation depends on it. rounds: its value is
+    rounded to its dtype even where it is not stored: see `round_trips`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Op:
     bytes: int
     source: Source | None
     call: EagerCall | None = None
-    pinned: bool = False
+    reproducible: bool = False
     rounds: bool = False
 
     @property
@@ -332,7 +332,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
     inputs: list[str] = []
     outputs: tuple[str, ...] = ()
     hints = size_hints([node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")])
-    pinned = pinned_values(gm.graph)
+    reproducible = reproducible_values(gm.graph)
     rounded = round_trips(gm.graph)
     results: dict[fx.Node, tuple[TensorMeta, ...]] = {}
     sizes: dict[Dim, int | torch.SymInt] = {}  # of products
@@ -358,7 +358,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             bytes=0 if is_input else _moved(node, metas, reads, hints),
             source=None if is_input else source_of(node),
             call=None if is_input else call_of(node),
-            pinned=node in pinned,
+            reproducible=node in reproducible,
             rounds=node in rounded,
         )
         if op.kind is Kind.CONTRACTION and isinstance(value := node.meta.get("val"), torch.Tensor):

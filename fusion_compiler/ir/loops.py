@@ -153,17 +153,17 @@ class Checked:
 class Compute:
     """`target` applied to operands: (schema name, node number or Python scalar).
 
-    coarse: eager rounds the result to bfloat16, so the table's coarse expression is accurate enough.
-    pinned: every kernel must compute the same number (ir/pinned.py): with the table's first expression, and
-        without fusing a product into a sum.
+    bf16: eager rounds the result to bfloat16, so the table's bf16 expression is accurate enough.
+    reproducible: every kernel must compute the same number (ir/reproducible.py): with the table's first
+        expression, and without fusing a product into a sum.
     single_producer: only this kernel computes the value, so any expression is allowed.
     """
 
     target: OpOverload
     operands: tuple[tuple[str, object], ...]  # ("self", Value(3)), ("alpha", 2)
     dtype: torch.dtype
-    coarse: bool = False
-    pinned: bool = False
+    bf16: bool = False
+    reproducible: bool = False
     single_producer: bool = False
 
     def __eq__(self, other: object) -> bool:
@@ -174,7 +174,7 @@ class Compute:
 
     def _key(self) -> object:
         operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
-        return self.target, operands, self.dtype, self.coarse, self.pinned, self.single_producer
+        return self.target, operands, self.dtype, self.bf16, self.reproducible, self.single_producer
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,8 @@ class Reduce:
     result varies over the others.
 
     axes: axis numbers, including those of extent 1. A reduction over a group has all of its axes. One that
-        keeps some axes of the two groups has all other axes of both. `over_of` tells how tiles compute it.
+        keeps some axes of the two groups has all other axes of both. `reduced_groups` tells how tiles compute
+        it.
     within: the node that says which elements of a ragged axis exist.
     """
 
@@ -305,21 +306,21 @@ def axes_in(axes: Sequence[Axis], groups: Collection[str]) -> frozenset[int]:
     return frozenset(k for k, axis in enumerate(axes) if axis.group in groups)
 
 
-def over_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
+def reduced_groups(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     """Return the groups over which tiles are reduced: those of the axes, if these are whole groups.
 
     A reduction that keeps a part of a group is over both groups. What it keeps is neither a row nor a column
     of a tile, and its values are only stored. A reduction over inner axes or over a ragged axis is over
     these, and each element of the tile has its own.
     """
-    if kept_of(axes, reduce):
+    if kept_axes(axes, reduce):
         return TILE
     groups = frozenset(axes[k].group for k in reduce.axes)
     # Nests leave out axes of extent 1: a reduction without axes is over the group that has none.
     return groups or frozenset({ROWS if axes_in(axes, (COLS,)) else COLS})
 
 
-def kept_of(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
+def kept_axes(axes: Sequence[Axis], reduce: Reduce) -> frozenset[int]:
     """Return the axes of rows and columns that a reduction keeps; none if it is over whole groups."""
     groups = {axes[k].group for k in reduce.axes}
     keeps_none = reduce.axes == axes_in(axes, groups) or not groups <= TILE
@@ -334,7 +335,7 @@ def groups_of(loops: LoopNest) -> tuple[frozenset[str], ...]:
         if isinstance(node, Load | Coordinate | InRange | Random):
             groups |= {loops.axes[k].group for k, _ in node.index.terms if k >= 0} & TILE
         if isinstance(node, Reduce):
-            groups -= over_of(loops.axes, node)
+            groups -= reduced_groups(loops.axes, node)
         if isinstance(node, Scan):
             groups |= {COLS}
         out.append(frozenset(groups))

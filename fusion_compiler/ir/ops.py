@@ -81,11 +81,11 @@ class OpSpec:
         argmax or argmin; for scans sum, prod, max, min, logsumexp, argmax or argmin.
     flops: arithmetic operations per element (of the input, for reductions).
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
-    rough: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
+    fp16: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
-    jumps: its result jumps where an operand crosses a value, or is taken from one element of it: what the
-        operand rounds to decides (see pinned.py).
-    coarse: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
+    discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
+        the operand rounds to decides (see reproducible.py).
+    bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
     """
@@ -97,9 +97,9 @@ class OpSpec:
     combine: str | None = None
     flops: int = 1
     special: int = 0
-    rough: Row | None = None
-    coarse: Row | None = None
-    jumps: bool = False
+    fp16: Row | None = None
+    bf16: Row | None = None
+    discontinuous: bool = False
 
 
 def number(value: Expression) -> float | None:
@@ -139,7 +139,7 @@ def _div(self: Expression, other: Expression) -> Expression:
     return fm.div_by(self, float(value), 1 / in_float32)
 
 
-def _rough_div(self: Expression, other: Expression) -> Expression:
+def _fp16_div(self: Expression, other: Expression) -> Expression:
     value = number(other)
     return self * (1 / value) if value is not None and 2**-120 < abs(value) < 2**120 else self / other
 
@@ -174,20 +174,20 @@ def _pow(self: Expression, exponent: Expression) -> Expression:
             return fm.pow(self, exponent)
 
 
-def _rough_pow(self: Expression, exponent: Expression) -> Expression:
+def _fp16_pow(self: Expression, exponent: Expression) -> Expression:
     value = number(exponent)
     match value:
         case 0.5:
-            return fm.rough_sqrt(self)
+            return fm.fp16_sqrt(self)
         case -1 | -2:
             return 1.0 / _pow(self, Literal(-value))
         case float() if not value.is_integer() and value != -0.5 and abs(value) <= 64:
-            return fm.rough_pow(self, exponent)
+            return fm.fp16_pow(self, exponent)
         case _:
             return _pow(self, exponent)
 
 
-def _rough_pow_of_scalar(self: Expression, exponent: Expression) -> Expression:
+def _fp16_pow_of_scalar(self: Expression, exponent: Expression) -> Expression:
     base = number(self)
     if base is None or not 0 < base < math.inf or base == 1:
         return fm.pow(self, exponent)
@@ -254,12 +254,12 @@ def _elementwise(
     operands: Operands = Operands.RESULT,
     flops: int = 1,
     special: int = 0,
-    rough: Row | None = None,
-    coarse: Row | None = None,
-    jumps: bool = False,
+    fp16: Row | None = None,
+    bf16: Row | None = None,
+    discontinuous: bool = False,
 ) -> tuple[OpSpec, ...]:
     return tuple(
-        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, rough, coarse, jumps)
+        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, fp16, bf16, discontinuous)
         for target in targets
     )
 
@@ -269,20 +269,23 @@ def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
 
 
 def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
-    jumps = combine not in ("sum", "prod")
-    return tuple(OpSpec(target, Kind.REDUCTION, combine=combine, jumps=jumps) for target in targets)
+    chooses = combine not in ("sum", "prod")
+    return tuple(OpSpec(t, Kind.REDUCTION, combine=combine, discontinuous=chooses) for t in targets)
 
 
 def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) -> OpSpec:
-    jumps = combine not in ("sum", "prod", "logsumexp")
-    return OpSpec(target, Kind.SCAN, combine=combine, flops=flops, special=special, jumps=jumps)
+    chooses = combine not in ("sum", "prod", "logsumexp")
+    return OpSpec(
+        target, Kind.SCAN, combine=combine, flops=flops, special=special, discontinuous=chooses
+    )
 
 
 def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
     def compared(self: Expression, other: Expression) -> Expression:
         return Binary(symbol, self, other)
 
-    return _elementwise(compared, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, jumps=True)
+    overloads = packet.Tensor, packet.Scalar
+    return _elementwise(compared, *overloads, operands=Operands.PROMOTED, discontinuous=True)
 
 
 _ARITHMETIC = (
@@ -293,18 +296,20 @@ _ARITHMETIC = (
     *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
     *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
     *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar),
-    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, rough=_rough_div),
-    *_elementwise(_div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, jumps=True),
+    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div),
+    *_elementwise(
+        _div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, discontinuous=True
+    ),
     *_elementwise(
         fm.floor_divide,
         aten.floor_divide.default,
         aten.floor_divide.Scalar,
         flops=8,
         special=2,
-        jumps=True,
+        discontinuous=True,
     ),
     *_elementwise(
-        fm.fmod, aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, jumps=True
+        fm.fmod, aten.fmod.Tensor, aten.fmod.Scalar, flops=8, special=1, discontinuous=True
     ),
     *_elementwise(
         fm.remainder,
@@ -313,12 +318,12 @@ _ARITHMETIC = (
         aten.remainder.Scalar_Tensor,
         flops=8,
         special=1,
-        jumps=True,
+        discontinuous=True,
     ),
-    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, rough=_rough_pow),
+    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, fp16=_fp16_pow),
     *_elementwise(fm.pow, aten.pow.Tensor_Tensor, flops=16, special=2),
     *_elementwise(
-        fm.pow, aten.pow.Scalar, flops=16, special=2, rough=_rough_pow_of_scalar
+        fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar
     ),
     *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
     *_elementwise(_addcmul, aten.addcmul.default, flops=2),
@@ -339,7 +344,7 @@ _ARITHMETIC = (
     *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
     *_elementwise(lambda self, min: _maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor),
     *_elementwise(lambda self, max: _minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor),
-    *_elementwise(fm.copysign, aten.copysign.Tensor, aten.copysign.Scalar, jumps=True),
+    *_elementwise(fm.copysign, aten.copysign.Tensor, aten.copysign.Scalar, discontinuous=True),
 )
 
 _COMPARISONS = (
@@ -355,19 +360,21 @@ _COMPARISONS = (
         aten.isinf.default,
         operands=Operands.OWN,
         flops=3,
-        jumps=True,
+        discontinuous=True,
     ),
     *_elementwise(
         lambda self: (self > MINUS_INFINITY) & (self < INFINITY),
         aten.isfinite.default,
         operands=Operands.OWN,
         flops=3,
-        jumps=True,
+        discontinuous=True,
     ),
-    *_elementwise(lambda self, other: self & other, aten.logical_and.default, jumps=True),
-    *_elementwise(lambda self, other: self | other, aten.logical_or.default, jumps=True),
-    *_elementwise(lambda self, other: self ^ other, aten.logical_xor.default, jumps=True),
-    *_elementwise(lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN, jumps=True),
+    *_elementwise(lambda self, other: self & other, aten.logical_and.default, discontinuous=True),
+    *_elementwise(lambda self, other: self | other, aten.logical_or.default, discontinuous=True),
+    *_elementwise(lambda self, other: self ^ other, aten.logical_xor.default, discontinuous=True),
+    *_elementwise(
+        lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN, discontinuous=True
+    ),
     *_elementwise(tl.where, aten.where.self, operands=Operands.OWN),
     *_elementwise(
         lambda self, mask, value: tl.where(mask, value, self),
@@ -424,66 +431,66 @@ _BITS = (
 )
 
 _ROUNDING = (
-    *_elementwise(fm.sign, aten.sign.default, aten.sgn.default, flops=2, jumps=True),
-    *_elementwise(tl.floor, aten.floor.default, jumps=True),
-    *_elementwise(tl.ceil, aten.ceil.default, jumps=True),
-    *_elementwise(libdevice.trunc, aten.trunc.default, jumps=True),
-    *_elementwise(lambda self: self - libdevice.trunc(self), aten.frac.default, flops=2, jumps=True),
-    *_elementwise(libdevice.nearbyint, aten.round.default, jumps=True),
-    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, jumps=True),
+    *_elementwise(fm.sign, aten.sign.default, aten.sgn.default, flops=2, discontinuous=True),
+    *_elementwise(tl.floor, aten.floor.default, discontinuous=True),
+    *_elementwise(tl.ceil, aten.ceil.default, discontinuous=True),
+    *_elementwise(libdevice.trunc, aten.trunc.default, discontinuous=True),
+    *_elementwise(lambda self: self - libdevice.trunc(self), aten.frac.default, flops=2, discontinuous=True),
+    *_elementwise(libdevice.nearbyint, aten.round.default, discontinuous=True),
+    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, discontinuous=True),
 )
 
 _FUNCTIONS = (
     # libdevice's exp and not Triton's, whose float32 error grows with |x| to 40 ulp.
     *_elementwise(
-        libdevice.exp, aten.exp.default, flops=4, special=1, rough=fm.rough_exp
+        libdevice.exp, aten.exp.default, flops=4, special=1, fp16=fm.fp16_exp
     ),
     *_elementwise(libdevice.exp2, aten.exp2.default, special=1),
     *_elementwise(
-        libdevice.expm1, aten.expm1.default, flops=12, special=1, rough=fm.rough_expm1
+        libdevice.expm1, aten.expm1.default, flops=12, special=1, fp16=fm.fp16_expm1
     ),
     *_elementwise(
         tl.log,
         aten.log.default,
         flops=8,
         special=1,
-        rough=lambda self: fm.rough_log2(self) * math.log(2),
+        fp16=lambda self: fm.fp16_log2(self) * math.log(2),
     ),
-    *_elementwise(tl.log2, aten.log2.default, flops=8, special=1, rough=fm.rough_log2),
+    *_elementwise(tl.log2, aten.log2.default, flops=8, special=1, fp16=fm.fp16_log2),
     *_elementwise(
         libdevice.log10,
         aten.log10.default,
         flops=8,
         special=1,
-        rough=lambda self: fm.rough_log2(self) * math.log10(2),
+        fp16=lambda self: fm.fp16_log2(self) * math.log10(2),
     ),
     *_elementwise(
-        libdevice.log1p, aten.log1p.default, flops=12, special=1, rough=fm.rough_log1p
+        libdevice.log1p, aten.log1p.default, flops=12, special=1, fp16=fm.fp16_log1p
     ),
-    *_elementwise(fm.sqrt, aten.sqrt.default, flops=4, special=1, rough=fm.rough_sqrt),
+    *_elementwise(fm.sqrt, aten.sqrt.default, flops=4, special=1, fp16=fm.fp16_sqrt),
     *_elementwise(tl.rsqrt, aten.rsqrt.default, special=1),
     *_elementwise(
         lambda self: fm.div(1.0, self),
         aten.reciprocal.default,
         flops=4,
         special=1,
-        rough=lambda self: 1.0 / self,
+        fp16=lambda self: 1.0 / self,
     ),
     *_elementwise(
         fm.sigmoid,
         aten.sigmoid.default,
         flops=8,
         special=2,
-        rough=fm.rough_sigmoid,
-        coarse=fm.coarse_sigmoid,
+        fp16=fm.fp16_sigmoid,
+        bf16=fm.bf16_sigmoid,
     ),
     *_elementwise(
         fm.tanh,
         aten.tanh.default,
         flops=12,
         special=2,
-        rough=fm.rough_tanh,
-        coarse=fm.coarse_tanh,
+        fp16=fm.fp16_tanh,
+        bf16=fm.bf16_tanh,
     ),
     *_elementwise(libdevice.sin, aten.sin.default, flops=16),
     *_elementwise(libdevice.cos, aten.cos.default, flops=16),
@@ -498,9 +505,9 @@ _FUNCTIONS = (
     *_elementwise(libdevice.atanh, aten.atanh.default, flops=16, special=2),
     *_elementwise(fm.atan2, aten.atan2.default, flops=20, special=1),
     *_elementwise(fm.hypot, aten.hypot.default, flops=12, special=1),
-    *_elementwise(tl.erf, aten.erf.default, flops=20, special=1, rough=fm.rough_erf),
+    *_elementwise(tl.erf, aten.erf.default, flops=20, special=1, fp16=fm.fp16_erf),
     *_elementwise(
-        libdevice.erfc, aten.erfc.default, flops=24, special=2, rough=fm.rough_erfc
+        libdevice.erfc, aten.erfc.default, flops=24, special=2, fp16=fm.fp16_erfc
     ),
     *_elementwise(libdevice.erfinv, aten.erfinv.default, flops=24, special=2),
     *_elementwise(libdevice.lgamma, aten.lgamma.default, flops=40, special=2),
@@ -515,7 +522,7 @@ _FUNCTIONS = (
         aten.elu.default,
         flops=16,
         special=1,
-        rough=functools.partial(_elu, expm1=fm.rough_expm1),
+        fp16=functools.partial(_elu, expm1=fm.fp16_expm1),
     ),
     *_elementwise(
         lambda self, min_val=MINUS_ONE, max_val=ONE: _clamp(self, min_val, max_val),
@@ -567,7 +574,7 @@ _GATHERS = _elementwise(
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
 _SUMS_OF_ROWS = (
     *_elementwise(None, sum_rows.sum_rows, flops=16),
-    *_elementwise(None, sum_rows.largest_rows, sum_rows.smallest_rows, flops=16, jumps=True),
+    *_elementwise(None, sum_rows.largest_rows, sum_rows.smallest_rows, flops=16, discontinuous=True),
 )
 
 _REDUCTIONS = (
@@ -626,8 +633,8 @@ _CONVOLUTIONS = tuple(OpSpec(target, Kind.CONTRACTION, flops=2) for target in de
 _POOLING = (
     OpSpec(aten.avg_pool2d.default, Kind.WINDOWS),
     OpSpec(aten.avg_pool2d_backward.default, Kind.WINDOWS),
-    OpSpec(max_pool.maxima, Kind.WINDOWS, jumps=True),
-    OpSpec(max_pool.places, Kind.WINDOWS, flops=6, jumps=True),
+    OpSpec(max_pool.maxima, Kind.WINDOWS, discontinuous=True),
+    OpSpec(max_pool.places, Kind.WINDOWS, flops=6, discontinuous=True),
 )
 
 _WRITES = _layout(put.put)  # into memory that exists: stores at other places than those of their results

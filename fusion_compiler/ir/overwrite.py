@@ -18,9 +18,9 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     axes_in,
-    kept_of,
+    kept_axes,
     operands_of,
-    over_of,
+    reduced_groups,
     store_operands,
 )
 
@@ -58,12 +58,12 @@ def _read_first(loops: LoopNest, result: str, given: str) -> bool:
     reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
     if axes_in(loops.axes, (RAGGED,)) or any(isinstance(n, Scan) for n in loops.nodes):
         return False
-    if any(kept_of(loops.axes, n) for n in reductions.values()):
+    if any(kept_axes(loops.axes, n) for n in reductions.values()):
         return False
     behind = _reductions_behind(loops)
     stores = [behind[s.value] for s in loops.stores if s.buffer == result]
     first = frozenset.intersection(*stores)
-    if any(ROWS in over_of(loops.axes, reductions[i]) for i in first):
+    if any(ROWS in reduced_groups(loops.axes, reductions[i]) for i in first):
         return False  # what waits for a sum over rows may be another kernel's
     reached = {*_loads(loops, given)}
     for number, node in enumerate(loops.nodes):

@@ -196,7 +196,7 @@ class _BlockEmitter(RowEmitter):
     ) -> None:
         placement = Placement((At(loops.axes[0].name, Place.LANES),), WARPS)
         super().__init__(PlacedNest(Analysis(loops), placement, pointers, dtypes))
-        self.masked_end, self.rough = masked, frozenset()  # what is trained by it adds up over many steps
+        self.masked_end, self.fp16 = masked, frozenset()  # what is trained by it adds up over many steps
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         col, _ = self.coordinate(0)

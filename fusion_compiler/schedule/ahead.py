@@ -22,7 +22,7 @@ from fusion_compiler.ir.loops import (
     Load,
     LoopNest,
     Reduce,
-    over_of,
+    reduced_groups,
     with_operands,
 )
 
@@ -41,7 +41,7 @@ def replicated_reductions(loops: LoopNest, groups: Groups, products: Collection[
     """
     reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
     numbers = (i for i, n in reductions.items() if n.combine in NUMBERS and COLS not in groups[n.operand])
-    narrow = {i for i in numbers if over_of(loops.axes, reductions[i]) == OVER_ROWS}
+    narrow = {i for i in numbers if reduced_groups(loops.axes, reductions[i]) == OVER_ROWS}
     if reductions.keys() - narrow - set(products):
         return frozenset()
     weights = with_operands(loops, (reductions[i].operand for i in products))

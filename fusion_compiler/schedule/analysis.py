@@ -33,10 +33,10 @@ from fusion_compiler.ir.loops import (
     axes_in,
     axes_of,
     groups_of,
-    kept_of,
+    kept_axes,
     largest_aligned_block,
     operands_of,
-    over_of,
+    reduced_groups,
     renumber,
     renumber_axes,
     renumber_store,
@@ -65,7 +65,8 @@ class Analysis:
     def __init__(self, loops: LoopNest) -> None:
         self.loops = loops
         self.groups = groups_of(loops)
-        self._over = {i: over_of(loops.axes, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
+        reductions = ((i, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce))
+        self._over = {i: reduced_groups(loops.axes, n) for i, n in reductions}
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
@@ -320,7 +321,7 @@ class Analysis:
     def kept(self, node: int) -> frozenset[int]:
         reduce = self.loops.nodes[node]
         assert isinstance(reduce, Reduce)
-        return kept_of(self.loops.axes, reduce)
+        return kept_axes(self.loops.axes, reduce)
 
     def over(self, node: int) -> frozenset[str]:
         return self._over[node]
@@ -494,7 +495,7 @@ class Analysis:
                 reach[operand] |= reach[i]
         return reach
 
-    def rough(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
+    def fp16_values(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
         """Return the float32 values on which only results of 16 bits or less depend.
 
         dtypes: those of the buffers.
@@ -502,15 +503,14 @@ class Analysis:
         The kernel may compute these values approximately. A value that the kernel rounds to 16 bits or less
         is such a result. exp(x - max(x)) may be approximate in its sum: the errors of a term, 2^-22 of it and
         2^-24 of the exponent that makes it small, do not exceed those of the addition. Operands of scans are
-        exact, since errors add up or multiply along the row. Pinned values are exact, since they must be the
-        same number in every kernel.
+        exact, since errors add up or multiply along the row. Reproducible values are exact, since they must
+        be the same number in every kernel.
         """
         nodes = self.loops.nodes
         exact = {i for i, n in enumerate(nodes) if n.dtype is not torch.float32}
-        pinned = {
-            i for i, n in enumerate(nodes) if isinstance(n, Compute) and n.pinned and not n.single_producer
-        }
-        exact |= pinned
+        computed = {i: n for i, n in enumerate(nodes) if isinstance(n, Compute)}
+        reproducible = {i for i, n in computed.items() if n.reproducible and not n.single_producer}
+        exact |= reproducible
         exact |= {i for i in range(len(nodes)) if rounding_of(nodes[i]) not in (None, *SHORT)}
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
         exact |= {o for i in self.scans for o in operands_of(nodes[i])}
@@ -518,7 +518,7 @@ class Analysis:
             if i in exact and i in self.online:
                 (term,) = operands_of(nodes[i])
                 exact.update(operands_of(nodes[term]))
-            elif i in exact and (rounding_of(nodes[i]) not in SHORT or i in pinned):
+            elif i in exact and (rounding_of(nodes[i]) not in SHORT or i in reproducible):
                 exact.update(operands_of(nodes[i]))
         return frozenset(range(len(nodes))) - exact
 
@@ -526,10 +526,11 @@ class Analysis:
     def rounds_products(self) -> bool:
         """True if a product must be rounded before it is added.
 
-        Compilers fuse the two in one kernel and not in another, and a pinned value must be the same in both.
+        Compilers fuse the two in one kernel and not in another, and a reproducible value must be the same in
+        both.
         """
-        pinned = (n for n in self.loops.nodes if isinstance(n, Compute) and n.pinned)
-        return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in pinned)
+        nodes = (n for n in self.loops.nodes if isinstance(n, Compute) and n.reproducible)
+        return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in nodes)
 
     @cached_property
     def furthest(self) -> int:

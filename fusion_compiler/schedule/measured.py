@@ -38,7 +38,7 @@ def long_functions(a: Analysis) -> bool:
     """True if there are functions without a short form, such as sine: sixteen copies of libdevice's slow
     path spill."""
     specs = (spec_of(n.target) for n in a.loops.nodes if isinstance(n, Compute))
-    return any(s is not None and s.flops >= LONG and s.rough is None for s in specs)
+    return any(s is not None and s.flops >= LONG and s.fp16 is None for s in specs)
 
 
 def mixed(a: Analysis) -> bool:

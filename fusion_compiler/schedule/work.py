@@ -35,10 +35,10 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
-    kept_of,
+    kept_axes,
     largest_aligned_block,
     operands_of,
-    over_of,
+    reduced_groups,
     right_neighbours,
 )
 from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
@@ -233,11 +233,11 @@ class Work:
 
     def _reduce(self, node: Reduce) -> tuple[int, int, int, int]:
         operand = node.operand
-        groups = over_of(self.loops.axes, node)
+        groups = reduced_groups(self.loops.axes, node)
         if RAGGED in groups:
             varies, axes, needs, phase = self._together(operands_of(node))
             return varies, axes & ~self.ragged, needs, phase
-        if len(groups) == 2 and (kept := kept_of(self.loops.axes, node)):
+        if len(groups) == 2 and (kept := kept_axes(self.loops.axes, node)):
             return self._reduce_segments(operand, kept)
         reduced = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= reduced

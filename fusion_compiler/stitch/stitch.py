@@ -360,9 +360,10 @@ class _Subgraph:
         return is_view(self.dag.op(node.name))
 
     def operand(self, key: Key, node: fx.Node) -> Key:
-        """Return the form in which an op reads an operand: what is added up is not rounded, pinned or not."""
+        """Return the form in which an op reads an operand. Terms of a sum are not rounded, reproducible or
+        not."""
         computed = node.op == "call_function" and node.name not in self.inputs and self.computes(node)
-        two_forms = computed and self.dag.op(node.name).pinned and self.sums(node.name) is None
+        two_forms = computed and self.dag.op(node.name).reproducible and self.sums(node.name) is None
         return node.name, two_forms and self.reads_wide(key)
 
     def sums(self, name: str) -> bool | None:
@@ -377,7 +378,7 @@ class _Subgraph:
         if self.sums(name) is not None:
             return True
         elementwise = is_view(op) or (spec is not None and spec.kind is Kind.ELEMENTWISE)
-        return elementwise and (exact or not op.pinned)
+        return elementwise and (exact or not op.reproducible)
 
     def copy(self, key: Key) -> fx.Node:
         op, node = self.dag.op(key[0]), self.nodes[key[0]]

@@ -1,7 +1,7 @@
 """Functions of float32 tensors that have no branch, over numbers of every size.
 
 In the interpreter every approximate instruction is off by as much as its vendor allows, up or down at random;
-tests/gpu/test_rough.py runs the same on the instructions themselves.
+tests/gpu/test_precision.py runs the same on the instructions themselves.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def kernels_of(plan: FusionPlan) -> list[Compute]:
 
 
 @pytest.mark.parametrize(
-    ("function", "pinned"),
+    ("function", "reproducible"),
     [
         (lambda x: (x * 1.1).sin() > 0.5, {"mul", "sin"}),
         (lambda x: (x.sin() + 1).floor(), {"sin", "add"}),
@@ -56,14 +56,16 @@ def kernels_of(plan: FusionPlan) -> list[Compute]:
         (lambda x: F.relu(x * 2), set()),
     ],
 )
-def test_what_jumps_pins_all_that_it_is_made_of(function: Callable[..., Any], pinned: set[str]) -> None:
+def test_operands_of_discontinuous_operations_are_reproducible(
+    function: Callable[..., Any], reproducible: set[str]
+) -> None:
     dag = plan_of(function, X).dag
     ops = [dag.op(name) for name in dag.order]
-    assert {short_name(op.target) for op in ops if op.pinned and not is_view(op)} == pinned
+    assert {short_name(op.target) for op in ops if op.reproducible and not is_view(op)} == reproducible
 
 
 def test_the_joint_graph_decides() -> None:
-    """Nothing in this forward jumps; its gradient compares."""
+    """Nothing in this forward compares; its gradient does."""
 
     def largest(x: Tensor) -> Tensor:
         y = x.sin() * 3
@@ -74,8 +76,8 @@ def test_the_joint_graph_decides() -> None:
     forward, backward = fast.plan
     for plan in (forward, backward):
         sines = [n for n in plan.dag.order if short_name(plan.dag.op(n).target) == "sin"]
-        assert sines and all(plan.dag.op(n).pinned for n in sines)
-    assert "pinned" in str(forward)
+        assert sines and all(plan.dag.op(n).reproducible for n in sines)
+    assert "reproducible" in str(forward)
 
 
 def test_pinned_values_are_made_alike_everywhere() -> None:
@@ -89,19 +91,19 @@ def test_pinned_values_are_made_alike_everywhere() -> None:
     fast(X.clone().requires_grad_()).float().sum().backward()
     forward, _ = fast.plan
     (loops,) = (c.loops for c in forward.clusters)
-    pinned = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Compute) and n.pinned}
-    assert {"tanh", "mul", "add"} <= {n.target._opname for n in pinned.values()}
-    assert not any(n.single_producer for n in pinned.values()), "the backward makes them again"
-    rough = Analysis(loops).rough(dict.fromkeys([s.buffer for s in loops.stores], torch.bfloat16))
-    assert not rough & pinned.keys()
+    reproducible = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Compute) and n.reproducible}
+    assert {"tanh", "mul", "add"} <= {n.target._opname for n in reproducible.values()}
+    assert not any(n.single_producer for n in reproducible.values()), "the backward makes them again"
+    fp16 = Analysis(loops).fp16_values(dict.fromkeys([s.buffer for s in loops.stores], torch.bfloat16))
+    assert not fp16 & reproducible.keys()
     free = plan_of(lambda x: torch.tanh(x * 1.5) + x * x, X)
-    assert not any(n.pinned or rounding_of(n) for n in kernels_of(free))
+    assert not any(n.reproducible or rounding_of(n) for n in kernels_of(free))
 
 
 def test_what_one_kernel_alone_makes_may_be_made_in_any_way() -> None:
     """It is rounded all the same, and its products before they are added: passes over a row agree."""
     plan = plan_of(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X)
-    assert all(n.pinned and n.single_producer for n in kernels_of(plan) if n.dtype is torch.float32)
+    assert all(n.reproducible and n.single_producer for n in kernels_of(plan) if n.dtype is torch.float32)
     (cluster,) = plan.clusters
     assert Analysis(cluster.loops).rounds_products
     (source,) = fc.explain(lambda x: (torch.tanh(x * 1.5) + x * x) > 0.25, X).json()["kernels"].values()
@@ -122,7 +124,7 @@ def test_what_is_stored_is_used_as_stored() -> None:
 
 
 def test_what_is_stored_and_rounded_for_other_uses_is_stored() -> None:
-    """A power of zero dimensions, whose gradient looks at it where it is pinned and where it is not."""
+    """A power of zero dimensions, whose gradient looks at it where it is reproducible and where it is not."""
 
     def power(x: Tensor, y: Tensor) -> Tensor:
         return torch.pow(x.abs() + 0.5, y.clamp(-2, 2))
@@ -203,7 +205,7 @@ JUMPS = (
 
 @pytest.mark.parametrize("case", range(10))
 def test_every_place_that_uses_a_value_sees_the_same(case: int) -> None:
-    """What jumps decides as it would on the value that is returned, whether that is returned or not."""
+    """A comparison decides as it would on the value that is returned, whether that is returned or not."""
     seed = random.SystemRandom().getrandbits(32)
     draw = random.Random(seed)
     steps = draw.choices(STEPS, k=draw.randint(1, 5))

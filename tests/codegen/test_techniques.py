@@ -279,7 +279,7 @@ EXAMPLES = {
     "Stored where rounded": Example(
         add_rms_norm, "bfloat16 [8192, 4096], bfloat16 [8192, 4096], bfloat16 [4096]"
     ),
-    "Pinned values": Example(is_maximum, "bfloat16 [8192, 4096]"),
+    "Reproducible values": Example(is_maximum, "bfloat16 [8192, 4096]"),
     "Strength reduction": Example(gelu, "bfloat16 [8192, 4096]"),
     "Reciprocals": Example(softmax, "bfloat16 [8192, 4096]"),
     "Short forms": Example(swiglu, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),

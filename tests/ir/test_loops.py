@@ -7,7 +7,7 @@ import sympy
 import torch
 
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.loops import COLS, ROWS, TILE, Axis, Reduce, axes_in, kept_of, over_of
+from fusion_compiler.ir.loops import COLS, ROWS, TILE, Axis, Reduce, axes_in, kept_axes, reduced_groups
 
 NAMES = {"r": ROWS, "c": COLS}
 PARTIAL = TILE
@@ -50,6 +50,6 @@ def axes_of(text: str) -> tuple[Axis, ...]:
 )
 def test_what_tiles_are_reduced_over(axes: str, reduced: set[int], over: frozenset[str]) -> None:
     own, reduce = axes_of(axes), Reduce("sum", 0, frozenset(reduced), torch.float32)
-    assert over_of(own, reduce) == over
+    assert reduced_groups(own, reduce) == over
     whole = reduce.axes == axes_in(own, over)
-    assert kept_of(own, reduce) == (frozenset() if whole else axes_in(own, TILE) - reduce.axes)
+    assert kept_axes(own, reduce) == (frozenset() if whole else axes_in(own, TILE) - reduce.axes)

@@ -54,22 +54,22 @@ EITHER_ZERO = {
 DECOMPOSITIONS = decomposition_table()
 
 
-def node_of(spec: OpSpec, values: dict[str, Any], out: torch.dtype, coarse: bool = False) -> Compute:
+def node_of(spec: OpSpec, values: dict[str, Any], out: torch.dtype, bf16: bool = False) -> Compute:
     """The node that lowering makes of a call; tensors are the nodes 0, 1, ... in the order of the schema."""
     numbers = itertools.count()
     operands = tuple(
         (name, Value(next(numbers)) if isinstance(value, torch.Tensor) else value)
         for name, value in values.items()
     )
-    return Compute(spec.target, operands, compute_dtype(out), coarse)
+    return Compute(spec.target, operands, compute_dtype(out), bf16)
 
 
 def expression(
     spec: OpSpec,
     values: dict[str, Any],
     out: torch.dtype,
-    rough: bool = False,
-    coarse: bool = False,
+    fp16: bool = False,
+    bf16: bool = False,
     numbers: Sequence[str] = (),
 ) -> str:
     """The text of a call on variables v_<name of the argument>; those named in `numbers` are 3."""
@@ -81,11 +81,11 @@ def expression(
             return Literal(cast(float, convert_literal(3, dtype))), dtype
         return Name(f"v_{name}"), dtype
 
-    return str(computed(node_of(spec, values, out, coarse), operand, rough))
+    return str(computed(node_of(spec, values, out, bf16), operand, fp16))
 
 
 def run(
-    spec: OpSpec, values: dict[str, Any], out: torch.Tensor, rough: bool = False, coarse: bool = False
+    spec: OpSpec, values: dict[str, Any], out: torch.Tensor, fp16: bool = False, bf16: bool = False
 ) -> torch.Tensor:
     """The row's expression on `values` (schema name -> tensor or number), in the shape and dtype of out."""
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
@@ -101,7 +101,7 @@ def run(
             f"    i = tl.arange(0, {extent})",
             f"    inside = i < {out.numel()}",
             *loads,
-            f"    v = {expression(spec, values, out.dtype, rough, coarse)}",
+            f"    v = {expression(spec, values, out.dtype, fp16, bf16)}",
             "    tl.store(out_ptr + i, v, inside)",
         ]
     )
@@ -251,13 +251,13 @@ class Recorder(TorchDispatchMode):
 ROUGH = [
     pytest.param(spec, form, error, id=f"{spec.target} {error}")
     for spec in EXPRESSIONS
-    for form, error in (("rough", 2**-15), ("coarse", 2**-11))
+    for form, error in (("fp16", 2**-15), ("bf16", 2**-11))
     if getattr(spec, form) is not None
 ]
 
 
 @pytest.mark.parametrize(("spec", "form", "allowed"), ROUGH)
-def test_rough_expressions(spec: OpSpec, form: str, allowed: float) -> None:
+def test_expressions_of_16_bits(spec: OpSpec, form: str, allowed: float) -> None:
     """What a row promises of its faster forms, relative to normal results, and the same NaN and infinities.
 
     The formula, that is: the interpreter computes the hardware's approximate functions exactly.
@@ -267,7 +267,7 @@ def test_rough_expressions(spec: OpSpec, form: str, allowed: float) -> None:
     for values in samples(spec, torch.float32):
         values |= {n: x if i == 0 else torch.full_like(x, 0.3) for i, n in enumerate(tensor_names(values))}
         truth = call(spec, {name: _double(value) for name, value in values.items()})
-        faster = run(spec, values, truth.float(), rough=True, coarse=form == "coarse")
+        faster = run(spec, values, truth.float(), fp16=True, bf16=form == "bf16")
         error = distance(faster, truth)
         assert (error <= allowed * truth.abs().nan_to_num() + torch.finfo(torch.float32).tiny).all()
 
@@ -313,7 +313,7 @@ def test_compiles(dtype: torch.dtype, target: tuple[str, int | str, int]) -> Non
     assert machine_code(body, dtype, target)
 
 
-FORMS = ((False, False), (True, False), (True, True))  # rough, coarse
+FORMS = ((False, False), (True, False), (True, True))  # fp16, bf16
 
 
 def loads_of(values: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import sympy
 import torch
 
-from fusion_compiler.codegen.assemble import build
+from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.device import DEVICES, DeviceSpec
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.kernel import Buffer
@@ -130,5 +130,5 @@ def test_what_is_accepted_has_schedules_that_print(
         assert (cost_of(loops, device, n.buffers).us > 0) is not empty
         assert all(s.num_warps * device.warp_size <= 1024 for s in found)
         for schedule in {found[0], found[min(3, len(found) - 1)]}:
-            assert build((loops,), (schedule,), "kernel", "", buffers_of(n)).kernels
+            assert build(Nests((loops,), buffers_of(n)), (schedule,), "kernel", "").kernels
     assert accepted > len(HEIGHTS)

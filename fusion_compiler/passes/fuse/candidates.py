@@ -18,7 +18,7 @@ from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import FEW_ROWS, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, Reduce, is_only_stored_in_place, kept_of
+from fusion_compiler.ir.loops import Load, LoopNest, Reduce, is_only_stored_in_place, kept_axes
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.ir.writes import bases, waits
@@ -188,7 +188,7 @@ class Candidates:
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         try:
             loops, cost = self.fastest(ops, outputs, splits, in_tile=False)
-            if any(isinstance(n, Reduce) and kept_of(loops.axes, n) for n in loops.nodes):
+            if any(isinstance(n, Reduce) and kept_axes(loops.axes, n) for n in loops.nodes):
                 with contextlib.suppress(Illegal):  # a tile has no partial results to add up
                     tile = self.form(ops, outputs, None, in_tile=True)
                     return min((loops, cost), tile, key=lambda form: form[1].us)

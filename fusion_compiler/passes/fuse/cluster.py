@@ -16,10 +16,10 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, Load, LoopNest
 from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.ir.pinned import is_joint
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.reproducible import is_joint
 from fusion_compiler.ir.schema import short_name
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
@@ -103,19 +103,19 @@ def plan(
 
 
 def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
-    """The clusters, of which those know it that make pinned values alone: no other kernel has to agree."""
+    """Return the clusters. The nodes of reproducible values that one cluster alone computes say so."""
     times = Counter(name for cluster in clusters for name in cluster.ops)
     again = is_joint(dag.module.graph)
 
     def freed(loops: LoopNest) -> LoopNest:
         nodes = (
-            replace(n, single_producer=True) if isinstance(n, Compute) and n.pinned else n
+            replace(n, single_producer=True) if isinstance(n, Compute) and n.reproducible else n
             for n in loops.nodes
         )
         return replace(loops, nodes=tuple(nodes))
 
     def known(c: Cluster) -> Cluster:
-        if again or any(times[name] > 1 for name in c.ops if dag.op(name).pinned):
+        if again or any(times[name] > 1 for name in c.ops if dag.op(name).reproducible):
             return c
         return replace(c, loops=freed(c.loops), horizontal=tuple(map(freed, c.horizontal)))
 
@@ -123,14 +123,16 @@ def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
 
 
 def _notes(dag: OpDag) -> dict[str, str]:
-    """What the plan says of the values that are rounded because something that jumps depends on them."""
+    """Return what the plan says about values that are rounded because a discontinuous operation depends on
+    them."""
     ops = [dag.op(name) for name in dag.order]
-    made = (op for op in ops if op.pinned and spec_of(op.target) is not None and not is_view(op))
+    made = (op for op in ops if op.reproducible and spec_of(op.target) is not None and not is_view(op))
     rounded = [op.name for op in made if op.outputs[0].dtype in HALVES]
     if not rounded:
         return {}
     names = ", ".join(rounded[:4]) + (", ..." if len(rounded) > 4 else "")
-    return {"pinned": f"{count(len(rounded), '16-bit value')} rounded where made, for comparisons: {names}"}
+    values = count(len(rounded), "16-bit value")
+    return {"reproducible": f"{values} rounded where computed, for comparisons: {names}"}
 
 
 def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> dict[str, str]:

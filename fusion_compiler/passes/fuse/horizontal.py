@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.loops import COLS, INNER, TILE, LoopNest, Reduce, Scan, axes_in, over_of
+from fusion_compiler.ir.loops import COLS, INNER, TILE, LoopNest, Reduce, Scan, axes_in, reduced_groups
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
@@ -57,7 +57,8 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
     reduce nothing, or only over rows, hold tiles of a size that codegen chooses; those that reduce
     along rows hold whole rows, so these have to be as wide as each other, up to a factor of two.
     """
-    over = TILE.intersection(g for n in loops.nodes if isinstance(n, Reduce) for g in over_of(loops.axes, n))
+    reductions = (n for n in loops.nodes if isinstance(n, Reduce))
+    over = TILE.intersection(g for n in reductions for g in reduced_groups(loops.axes, n))
     if any(isinstance(n, Scan) for n in loops.nodes):
         over |= {COLS}
     width = hint(product(a.size for a in loops.axes if a.group == COLS), hints) if COLS in over else 1

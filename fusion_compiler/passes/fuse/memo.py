@@ -80,7 +80,7 @@ class Memo:
             described = (_exact(args, places), _exact(op.kwargs, places))
             checks = tuple(lookup.unproved for lookup in lookups(self._dag, op))
             self._records[key] = self._number(
-                (op.target, op.kind, described, op.outputs, checks, op.pinned, op.rounds, key[1])
+                (op.target, op.kind, described, op.outputs, checks, op.reproducible, op.rounds, key[1])
             )
         return self._records[key]
 

@@ -23,9 +23,9 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Value,
     groups_of,
-    kept_of,
+    kept_axes,
     operands_of,
-    over_of,
+    reduced_groups,
     renumber,
     renumber_axes,
     renumber_store,
@@ -92,9 +92,9 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
 def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) -> tuple[int, int, int] | None:
     """Return (t, v, n) if the reduction has the form of `one_hot_sums`, where n is the length of the row,
     else None."""
-    if not isinstance(node, Reduce) or node.combine != "sum" or kept_of(loops.axes, node):
+    if not isinstance(node, Reduce) or node.combine != "sum" or kept_axes(loops.axes, node):
         return None
-    over = over_of(loops.axes, node)
+    over = reduced_groups(loops.axes, node)
     if not over <= TILE:  # groups do not tell which values vary along other axes
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
@@ -129,7 +129,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     One pass then reads both operands of a norm and the matrix product after it, as the product no longer
     waits.
     """
-    if sum(isinstance(n, Reduce) and over_of(loops.axes, n) == ALONG_COLS for n in loops.nodes) < 2:
+    if sum(isinstance(n, Reduce) and reduced_groups(loops.axes, n) == ALONG_COLS for n in loops.nodes) < 2:
         return loops
     groups, dependent, new = groups_of(loops), _depend_on_column_sums(loops), _Rebuilt(loops)
     changed = False
@@ -171,7 +171,7 @@ def _depend_on_column_sums(loops: LoopNest) -> set[int]:
     """Return the nodes that are, or depend on, a reduction over the columns."""
     dependent: set[int] = set()
     for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and over_of(loops.axes, node) == ALONG_COLS
+        reduces = isinstance(node, Reduce) and reduced_groups(loops.axes, node) == ALONG_COLS
         if reduces or not dependent.isdisjoint(operands_of(node)):
             dependent.add(number)
     return dependent
@@ -190,7 +190,7 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 def _is_matrix_product(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
     """True if a reduction sums, along each row, the elements of a matrix times values that all rows share.
     The matrix may come with scales. Both must be contiguous along the columns."""
-    if node.combine != "sum" or over_of(loops.axes, node) != ALONG_COLS:
+    if node.combine != "sum" or reduced_groups(loops.axes, node) != ALONG_COLS:
         return False
     stack, leaves = [node.operand], list[int]()
     while stack:

@@ -556,11 +556,12 @@ class Lowering(Builder):
                     "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
                 )
         dtype = op.outputs[0].dtype
-        if spec.jumps:
+        if spec.discontinuous:
             operands = self.rounder.comparable(op, operands)
-        pinned = self.rounder.rounding.pins(op)
-        coarse = spec.coarse is not None and dtype is torch.bfloat16 and not pinned
-        node = self.emit(Compute(op.target, tuple(operands), compute_dtype(dtype), coarse, pinned), op.name)  # type: ignore[arg-type]
+        reproducible = self.rounder.rounding.pins(op)
+        bf16 = spec.bf16 is not None and dtype is torch.bfloat16 and not reproducible
+        compute = Compute(op.target, tuple(operands), compute_dtype(dtype), bf16, reproducible)  # type: ignore[arg-type]
+        node = self.emit(compute, op.name)
         return self.rounder.rounded(op, node)
 
     # -- reductions -----------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A value is the same number wherever it is used. A kernel that loads a stored value gets the rounded one, so
 the kernel that stores it also continues with the rounded one. A value that is never stored is computed from
-the same numbers in every kernel and need not be rounded, unless it is pinned (ir/pinned.py): then the
-rounding decides a discontinuous result.
+the same numbers in every kernel and need not be rounded, unless it is reproducible (ir/reproducible.py): then
+the rounding decides a discontinuous result.
 
     r = x + y; store r; norm(r)           r = x + y; store r; norm(r.to(bfloat16))
     y = 1.1 * x; y == m            ->     y = 1.1 * x; y.to(bfloat16) == m
@@ -43,7 +43,7 @@ class Rounding:
     like_eager: bool = False
 
     def pins(self, op: Op) -> bool:
-        return op.pinned or self.like_eager
+        return op.reproducible or self.like_eager
 
     def applies_to(self, op: Op) -> bool:
         """True if an op's value is rounded to its dtype. A conversion to eight bits quantizes, so it is
@@ -109,9 +109,10 @@ class Rounder:
             return operand
         return Value(self.build.converted(operand.node, dtype, source.name))
 
-    def _converted(self, node: int, dtype: torch.dtype, pinned: bool, name: str) -> int:
+    def _converted(self, node: int, dtype: torch.dtype, reproducible: bool, name: str) -> int:
         operands = (("self", Value(node)), ("rounding", str(dtype)))
-        return self.build.emit(Compute(aten._to_copy.default, operands, torch.float32, pinned=pinned), name)
+        cast = Compute(aten._to_copy.default, operands, torch.float32, reproducible=reproducible)
+        return self.build.emit(cast, name)
 
     def _is_representable(self, number: int, dtype: torch.dtype) -> bool:
         """True if all values of a node are representable in `dtype`."""

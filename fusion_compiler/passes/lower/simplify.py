@@ -29,7 +29,7 @@ from fusion_compiler.ir.loops import (
     axes_of,
     groups_of,
     operands_of,
-    over_of,
+    reduced_groups,
     renumber,
     renumber_axes,
     renumber_store,
@@ -106,7 +106,7 @@ def _normalized(loops: LoopNest) -> set[str]:
     for i, node in enumerate(loops.nodes):
         upstream = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
         normalized |= upstream & groups[i]
-        reduced.append(upstream | over_of(loops.axes, node) if isinstance(node, Reduce) else upstream)
+        reduced.append(upstream | reduced_groups(loops.axes, node) if isinstance(node, Reduce) else upstream)
     return normalized
 
 

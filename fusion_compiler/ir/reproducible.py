@@ -1,13 +1,14 @@
-"""Find the values on which something that jumps depends: each must be one number everywhere.
+"""Find the values on which a discontinuous operation depends: each must be one number everywhere.
 
     y = x.sin(); y == y.amax()       a bfloat16 y that is float32 in one kernel and rounded in another
                                      has no element that is equal to its own maximum
 
 A comparison, a rounding, the choice of a maximum: where such a use decides, the number that it sees has to be
-the one that every other place sees. So these values are *pinned*, with all from which they are computed: each
-is rounded to its dtype where it is computed, as if it had been stored, and computed by the same arithmetic in
-every kernel (no shorter form of a function, no product fused into a sum). It is a property of the program,
-known before anything is clustered: of the joint graph where there is a gradient: forward and backward agree.
+the one that every other place sees. So these values, and all from which they are computed, are
+*reproducible*: each is rounded to its dtype where it is computed, as if it had been stored, and computed by
+the same arithmetic in every kernel (no shorter form of a function, no product fused into a sum). It is a
+property of the program, known before anything is clustered. Where there is a gradient it is one of the joint
+graph, so that forward and backward agree.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fusion_compiler.ir.ops import OpSpec, spec_of
 
 aten = torch.ops.aten
-_MARK = "fusion_compiler.pinned"
+_MARK = "fusion_compiler.reproducible"
 
-# Library calls that jump; what they read is stored, but others may hold it as well.
-_JUMPING = frozenset({
+# Discontinuous library calls; what they read is stored, but others may hold it as well.
+_DISCONTINUOUS = frozenset({
     "argsort", "bernoulli", "bucketize", "cummax", "cummin", "equal", "grid_sampler_2d", "grid_sampler_3d",
     "histc", "isin", "kthvalue", "max_pool2d_with_indices", "max_pool3d_with_indices", "median", "mode",
     "multinomial", "nanmedian", "nonzero", "searchsorted", "sort", "topk", "unique2", "unique_consecutive",
@@ -36,12 +37,12 @@ _JUMPING = frozenset({
 _SHIFTED = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "_logsumexp"})
 
 
-def pin(joint: fx.Graph) -> None:
-    """Mark the pinned values of a joint graph; their copies in forward and backward keep the mark.
+def mark_reproducible(joint: fx.Graph) -> None:
+    """Mark the reproducible values of a joint graph; their copies in forward and backward keep the mark.
 
-    A pinned sum is saved for backward and not added up again, which could be done in another order.
+    A reproducible sum is saved for backward and not added up again, which could be done in another order.
     """
-    for node in pinned_values(joint):
+    for node in reproducible_values(joint):
         node.meta[_MARK] = True
         spec = spec_of(node.target)
         if spec is not None and spec.combine in ("sum", "prod", "logsumexp"):
@@ -53,29 +54,29 @@ def is_joint(graph: fx.Graph) -> bool:
     return any(node.meta.get(_MARK) for node in graph.nodes)
 
 
-def pinned_values(graph: fx.Graph) -> set[fx.Node]:
-    """Return the floating-point values on which something that jumps depends, as far back as clusters may
-    reach."""
-    pinned = {node for node in graph.nodes if node.meta.get(_MARK)}
-    stack = [n for node in graph.nodes if _jumps(node) for n in node.all_input_nodes]
+def reproducible_values(graph: fx.Graph) -> set[fx.Node]:
+    """Return the floating-point values on which a discontinuous operation depends, as far back as clusters
+    may reach."""
+    reproducible = {node for node in graph.nodes if node.meta.get(_MARK)}
+    stack = [n for node in graph.nodes if _is_discontinuous(node) for n in node.all_input_nodes]
     while stack:
         node = stack.pop()
-        if node in pinned or node.op != "call_function" or not _is_floating(node):
+        if node in reproducible or node.op != "call_function" or not _is_floating(node):
             continue
-        pinned.add(node)
+        reproducible.add(node)
         # What a library call reads is stored, and the call made once, unless a checkpoint asks for it again.
         if spec_of(node.target) is not None or node.meta.get("recompute") is not None:
             stack.extend(node.all_input_nodes)
-    return pinned
+    return reproducible
 
 
-def _jumps(node: fx.Node) -> bool:
+def _is_discontinuous(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or _origin(node) in _SHIFTED:
         return False
     spec: OpSpec | None = spec_of(node.target)
     if spec is None:
-        return node.target._opname in _JUMPING
-    return spec.jumps or not _is_floating(node)
+        return node.target._opname in _DISCONTINUOUS
+    return spec.discontinuous or not _is_floating(node)
 
 
 def _origin(node: fx.Node) -> str:

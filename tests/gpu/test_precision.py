@@ -9,7 +9,7 @@ import torch
 
 import fusion_compiler as fc
 from tests.codegen.test_full_precision import DIVISORS, check_division, check_tanh, numbers
-from tests.codegen.test_rough import DTYPES, FUNCTIONS, WITH_GRADIENTS, bounds, check, every_number
+from tests.codegen.test_precision import DTYPES, FUNCTIONS, WITH_GRADIENTS, bounds, check, every_number
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

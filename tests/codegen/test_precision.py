@@ -1,7 +1,7 @@
 """Functions of 16-bit tensors, over every number that there is, within the bounds of docs/numerics.md.
 
 In the interpreter every approximate instruction is off by as much as its vendor allows, up or down at
-random; tests/gpu/test_rough.py runs the same on the instructions themselves.
+random; tests/gpu/test_precision.py runs the same on the instructions themselves.
 """
 
 from __future__ import annotations
