@@ -136,9 +136,10 @@ def _laid_out_first(
     strides = _strides_of(_elementwise, (x, y))
     if strides is None or rounding.get("rounding_mode", "floor") != "floor":
         return NotImplemented
-    if _strides_of(reference, (x, y)) == strides:
+    shape, of_reference = torch.broadcast_shapes(x.shape, y.shape), _strides_of(reference, (x, y))
+    assert of_reference is not None
+    if all(size == 1 or a == b for size, a, b in zip(shape, strides, of_reference, strict=True)):
         return NotImplemented
-    shape = torch.broadcast_shapes(x.shape, y.shape)
     return target(_laid_out(x.expand(shape), strides), _laid_out(y.expand(shape), strides), **rounding)
 
 

@@ -176,3 +176,9 @@ def test_results_are_laid_out_as_eagers_are(operator: str, layout: str) -> None:
     assert ours.stride() == eager.stride()
     gradients = (torch.autograd.grad((y * y).sum(), x)[0] for y in (ours, eager))
     torch.testing.assert_close(*gradients)
+
+
+def test_strides_of_dimensions_of_one_element_decide_no_layout() -> None:
+    x, y = torch.randn(2, 1, 2, 2).permute(3, 2, 1, 0), torch.randint(1, 6, (2, 2, 1, 2))
+    fast = fc.compile(lambda x, y: torch.div(x, y, rounding_mode="floor"), backend="interpret", strict=True)
+    assert torch.equal(fast(x, y), torch.div(x, y, rounding_mode="floor"))

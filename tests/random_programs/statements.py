@@ -367,8 +367,9 @@ def movement(g: Draft) -> str | None:
     if r == 3 and x.floating:
         texts += [f"F.pad({n}, (1, 1), mode='{g.rng.choice(('reflect', 'replicate', 'circular'))}')"]
     if r == 4 and x.floating:
-        texts += [f"F.interpolate({n}, scale_factor=2.0)", f"F.pixel_unshuffle({n}, 2)"]
-        texts += [f"F.avg_pool2d({n}, 2)"]
+        texts += [f"F.pixel_unshuffle({n}, 2)", f"F.avg_pool2d({n}, 2)"]
+    if r == 4 and x.floating and not any(0 in shape for shape in x.shapes):
+        texts += [f"F.interpolate({n}, scale_factor=2.0)"]  # PyTorch's meta kernel takes no empty batch
     return g.rng.choice(texts)
 
 
