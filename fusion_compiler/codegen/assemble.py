@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import sympy
 import torch
 
-from fusion_compiler.codegen import ahead
+from fusion_compiler.codegen import replicated
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
@@ -83,7 +83,7 @@ def signature_of(nests: tuple[LoopNest, ...], buffers: Mapping[str, Buffer]) -> 
     """
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     stored = dict.fromkeys(s.buffer for loops in nests for s in loops.stores)
-    loaded |= dict.fromkeys(over for b in stored if (over := buffers[b].over) is not None)
+    loaded |= dict.fromkeys(over for b in stored if (over := buffers[b].reuses) is not None)
     tensors = [(*buffers[name].shape, *buffers[name].stride) for name in (*loaded, *stored)]
     salts = [n.salt for loops in nests for n in loops.nodes if isinstance(n, Random)]
     streams = dict.fromkeys(s for s in salts if isinstance(s, sympy.Symbol))
@@ -285,8 +285,8 @@ class _Part(ABC, Generic[S]):
             for i, buffer in enumerate(buffers):
                 parameter = f"{PREFIX[role]}{i}_ptr" if role is not Role.SCRATCH else f"{buffer.name}_ptr"
                 argument = Argument(parameter, role, i, buffer.dtype)
-                if buffer.over is not None:
-                    argument = replace(self.parameters[buffer.over], name=parameter)
+                if buffer.reuses is not None:
+                    argument = replace(self.parameters[buffer.reuses], name=parameter)
                 self.parameters[buffer.name] = argument
         for i, symbol in enumerate((*signature.sizes, *(symbol for symbol, _ in signature.derived))):
             self.parameters[f"size {symbol.name}"] = Argument(
@@ -304,7 +304,7 @@ class _Part(ABC, Generic[S]):
 
     def finished(self, body: list[Statement]) -> list[Statement]:
         """Return a body with the last rewrites: `stored_late`, and `launched_dependently` where allowed."""
-        reused = ((b.name, b.over) for b in self.signature.outputs if b.over is not None)
+        reused = ((b.name, b.reuses) for b in self.signature.outputs if b.reuses is not None)
         stored_late(body, {self.name(a): self.name(b) for a, b in reused})
         if self.constants is None:
             return body
@@ -391,16 +391,16 @@ class _Assembly(_Part[Schedule]):
         return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
 
     def replicated_reductions(self, emitter: RowEmitter, name: str) -> list[Function]:
-        """Return the function that computes replicated reductions (`codegen/ahead.py`), if there are any."""
-        replicated = ahead.replicated_of(self.a)
-        if replicated is None:
+        """Return the function that computes replicated reductions, if there are any."""
+        copies = replicated.replicated_of(self.a)
+        if copies is None:
             return []
-        nest = Analysis(replicated.loops)
-        placement = placement_of(nest, replicated.schedule(self.s.num_warps))
+        nest = Analysis(copies.loops)
+        placement = placement_of(nest, copies.schedule(self.s.num_warps))
         inner = RowEmitter(PlacedNest(nest, placement, self.pointers, self.dtypes, self.empty))
-        body = rewritten(ahead.statements_of(inner, emitter, replicated))
+        body = rewritten(replicated.statements_of(inner, emitter, copies))
         used = self.used(body)
-        ahead.enter(emitter, replicated, inner, Global(name)(*used))
+        replicated.enter(emitter, copies, inner, Global(name)(*used))
         return [Function(name, used, body)]
 
     def last_program(self, emitter: RowEmitter, name: str) -> list[Function]:

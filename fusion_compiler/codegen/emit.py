@@ -48,7 +48,7 @@ def emit(
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
-    overwritten = loaded & {buffer.over for buffer in buffers.values()}
+    overwritten = loaded & {buffer.reuses for buffer in buffers.values()}
     if overwritten:
         choices = [
             tuple(s for s in choice if fills_threads(loops, s, overwritten, device)) or choice

@@ -101,7 +101,7 @@ class PieceEmitter(RowEmitter):
         """True if one tile can have some nodes as its pieces."""
         if self.pack_of(nodes) is not None or len(set(nodes)) == 1:
             return True
-        if not self.ahead.keys().isdisjoint(nodes):  # separate scalars
+        if not self.replicated.keys().isdisjoint(nodes):  # separate scalars
             return False
         if nodes not in self.likeness:
             groups = {self.a.groups[n] for n in nodes}

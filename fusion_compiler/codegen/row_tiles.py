@@ -53,7 +53,7 @@ class RowTiles(Emitter):
         self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)
         self.sums: dict[int, Tile] = {}  # over rows: their accumulators
         self.pending: list[int] = []  # sums over rows to which the open block is not added yet
-        self.ahead: Mapping[int, Var] = {}  # what a function computes ahead (`codegen.ahead`), and its call
+        self.replicated: Mapping[int, Var] = {}  # results of a function (`codegen.replicated`), and its call
         self.call: Expression | None = None
         self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
         self.true = frozenset[int]()  # conditions that hold in the open block
@@ -130,7 +130,7 @@ class RowTiles(Emitter):
 
     def operands(self, number: int) -> Iterable[int]:
         """Return the nodes that are computed before a node."""
-        if number in self.ahead:
+        if number in self.replicated:
             return ()
         if number in self.a.invariants:  # a loop over a ragged axis computes the rest
             return self.a.invariants[number]

@@ -83,10 +83,10 @@ class RowEmitter(RowTiles):
         return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
 
     def tile(self, number: int) -> Tile:
-        if number in self.ahead and self.call is not None and self.cached(number) is None:
+        if number in self.replicated and self.call is not None and self.cached(number) is None:
             with self.in_scope(0):
-                self.add(Assign(tuple(self.ahead.values()), self.call))
-            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.ahead.items()}
+                self.add(Assign(tuple(self.replicated.values()), self.call))
+            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.replicated.items()}
         return super().tile(number)
 
     def add_block(self, level: int) -> None:
@@ -130,7 +130,7 @@ class RowEmitter(RowTiles):
             return []
         nodes = self.loops.nodes
         loads = (n for n in sorted(needed) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
-        return [n for n in loads if self.a.ahead or self.is_full(n)]
+        return [n for n in loads if self.a.replicated or self.is_full(n)]
 
     def passes(self, stores: Sequence[Store], loop: Leaf | None) -> None:
         """Emit one block of rows in passes over its columns. Each level of reductions that depend on each

@@ -38,7 +38,7 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
     nests = tuple(_renamed(loops, short, salts) for loops in cluster.nests)
     aliases = {name: short[source] for name, source in aliased_inputs(cluster, dag).items()}
     metas = [(name, dag.op(name).outputs[0]) for name in names]
-    buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, over=aliases.get(n)) for n, m in metas)
+    buffers = tuple(Buffer(short[n], m.shape, m.stride, m.dtype, reuses=aliases.get(n)) for n, m in metas)
     constants = None if cluster.constants is None else frozenset(short[name] for name in cluster.constants)
     return Canonical(nests, buffers, dag.op(cluster.outputs[0]).outputs[0].device, constants)
 

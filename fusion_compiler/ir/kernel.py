@@ -75,7 +75,7 @@ class Kernel:
 class Buffer:
     """A buffer is a tensor that a program reads, writes or needs as scratch: shape and strides in elements.
 
-    over: for an output, the name of the input into which it is written, whose memory it has.
+    reuses: for an output, the name of the input into which it is written, whose memory it has.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Buffer:
     stride: tuple[Dim, ...]
     dtype: torch.dtype
     zeroed: bool = False  # scratch only: zero before the first launch; kernels leave it zero
-    over: str | None = None
+    reuses: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Program:
     def overwritten_input(self, output: Buffer) -> int | None:
         """Return the position of the input whose memory an output has, or None for an output that is
         allocated."""
-        return next((i for i, b in enumerate(self.inputs) if b.name == output.over), None)
+        return next((i for i, b in enumerate(self.inputs) if b.name == output.reuses), None)
 
     @property
     def updated(self) -> frozenset[int]:

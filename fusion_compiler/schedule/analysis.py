@@ -45,7 +45,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.schedule import ahead
+from fusion_compiler.schedule import replicated
 from fusion_compiler.schedule.schedule import WORD, Schedule
 
 aten = torch.ops.aten
@@ -302,16 +302,16 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Return the reductions over rows, which are complete only when every program is done."""
-        apart = {*self.segmented, *self.ahead}
+        apart = {*self.segmented, *self.replicated}
         return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
 
     @cached_property
-    def ahead(self) -> frozenset[int]:
+    def replicated(self) -> frozenset[int]:
         """Return the reductions over rows that every program replicates, for the vectors of its products."""
         size = self.size(ROWS)
-        if not self.products or not isinstance(size, int) or size > ahead.MOST_ROWS:
+        if not self.products or not isinstance(size, int) or size > replicated.MOST_ROWS:
             return frozenset()
-        return ahead.replicated_reductions(self.loops, self.groups, self.products)
+        return replicated.replicated_reductions(self.loops, self.groups, self.products)
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:

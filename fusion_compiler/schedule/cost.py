@@ -52,7 +52,7 @@ LAST_US = 1.3
 # A reduction in a tile of any axes, for each warp that waits for another one: attention over 512 keys, one
 # tile of 16 warps for each query, takes 6.7 us on an H200 (2026-11-27), 5.5 by the rest of the model.
 REDUCED_IN_TILE_US = 0.016
-AHEAD_US = 0.25  # a replicated reduction: the barrier of a block's threads. Not measured
+REPLICATED_US = 0.25  # a replicated reduction: the barrier of a block's threads. Not measured
 EXCHANGE_US = 1.5  # from a program's message to the last answer
 START_US = 0.08  # between the starts of two programs on a multiprocessor (tiles of 128 elements, 0.6 ns each)
 
@@ -138,7 +138,8 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
             _last_us(work, s, groups, device) if s.last_finishes else device.floor_us
         )
     if work.replicated and work.sums_of_columns:
-        after += work.replicated * AHEAD_US + 1e6 * programs * rows * work.row_operations / device.fp32_per_s
+        after += work.replicated * REPLICATED_US
+        after += 1e6 * programs * rows * work.row_operations / device.fp32_per_s
     exchanges = max(1, work.phases - 1)
     passes = exchanges + bool(work.early & work.late)
     messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0

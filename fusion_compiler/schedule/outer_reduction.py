@@ -36,7 +36,7 @@ WORDS = 8  # words of a thread's tile, all of which it loads at once
 # Least threads for each row of a tile: with fewer, Triton gives each thread rows of its own, as it loads a
 # vector, and moves the matrix there through shared memory.
 ROW_THREADS = 2
-AHEAD = 32  # most elements per thread of whole vectors (`schedule.ahead`)
+REPLICATED = 32  # most elements per thread of whole vectors (`schedule.replicated`)
 # Most warps of a program (twice as many if tensor units need few registers), and warps of a program that
 # loops over the parts of a larger tile.
 MOST_WARPS, TURN_WARPS = 8, 4
@@ -128,7 +128,7 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
     load before it starts, so the weights would not arrive while the previous kernel ends."""
     width, count = max(1, hint(a.size(COLS))), max(1, hint(a.size(ROWS)))
     most = MOST_WARPS * (2 if a.weighted_columns else 1)
-    ahead = padded(count) // (AHEAD * device.warp_size) if a.ahead else 0
+    replicated = padded(count) // (REPLICATED * device.warp_size) if a.replicated else 0
     tiles: list[Schedule] = []
     loops: list[Schedule] = []
     for cols, share in IN_FLIGHT:
@@ -137,7 +137,7 @@ def _in_flight(a: Analysis, device: DeviceSpec) -> list[Schedule]:
         rows = padded(-(-count // groups))
         elements_per_warp = device.warp_size * min(WORD * WORDS, block // ROW_THREADS)
         if rows * block <= most * elements_per_warp:
-            warps = max(1, rows * block // elements_per_warp, ahead)
+            warps = max(1, rows * block // elements_per_warp, replicated)
             tiles.append(Schedule(rows, block, Cols.GRID, num_warps=warps))
         else:
             rows = max(1, TURN_WARPS * elements_per_warp // block)

@@ -63,7 +63,7 @@ def refusal(
             return f"the nest loads no {name}"
         if name not in buffers:
             return f"nothing is known about {name}"
-        if any(buffer.over == name for buffer in buffers.values()):
+        if any(buffer.reuses == name for buffer in buffers.values()):
             return f"{name} is overwritten"
         if buffers[name].dtype is torch.bool:
             return f"{name} has elements of {buffers[name].dtype}"

@@ -231,7 +231,7 @@ def test_refusals_tell_of_buffers_and_devices() -> None:
     assert refusal(loops, placement) == "nothing is known about x"
     for device in ("a100", "mi300x"):
         assert "has no tensor descriptors" in str(refusal(loops, placement, buffers, device_spec(device)))
-    over = buffers | {"out": replace(buffers["out"], over="x")}
+    over = buffers | {"out": replace(buffers["out"], reuses="x")}
     assert refusal(loops, placement, over, H200) == "x is overwritten"
     flags = buffers | {"x": replace(buffers["x"], dtype=torch.bool)}
     assert refusal(loops, placement, flags, H200) == "x has elements of torch.bool"

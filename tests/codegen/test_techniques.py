@@ -267,7 +267,9 @@ EXAMPLES = {
     "Norms in front of products": Example(
         normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"
     ),
-    "Made ahead": Example(normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"),
+    "Replicated reductions": Example(
+        normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"
+    ),
     "Tiles of any axes": Example(
         chunks_of_keys,
         "bfloat16 [8, 4, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",

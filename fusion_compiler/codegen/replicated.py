@@ -1,4 +1,5 @@
-"""The function in which every program computes replicated reductions of whole vectors (`schedule/ahead.py`).
+"""The function in which every program computes replicated reductions of whole vectors
+(`schedule/replicated.py`).
 
 It is a separate function because its tile is the vector, and its names mean other tiles than the caller's.
 
@@ -38,10 +39,10 @@ class Replicated:
 
 def replicated_of(a: Analysis) -> Replicated | None:
     """Return the nest of replicated reductions, or None if there are none."""
-    if not a.ahead:
+    if not a.replicated:
         return None
     loops = a.loops
-    late = waiting(loops, a.ahead)
+    late = waiting(loops, a.replicated)
     used = {o for i, n in enumerate(loops.nodes) if a.groups[i] for o in operands_of(n)}
     results = tuple(i for i in sorted(late & used) if not a.groups[i])
     axes = tuple(replace(axis, group=COLS) for axis in a.axes[ROWS])
@@ -54,17 +55,17 @@ def replicated_of(a: Analysis) -> Replicated | None:
     return Replicated(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 
 
-def statements_of(inner: RowEmitter, caller: RowEmitter, ahead: Replicated) -> list[Statement]:
+def statements_of(inner: RowEmitter, caller: RowEmitter, copies: Replicated) -> list[Statement]:
     """Return the function's statements. inner: emits them."""
-    inner.fp16 = frozenset(n for outer, n in ahead.numbers.items() if outer in caller.fp16)
-    results = [ahead.numbers[n] for n in ahead.results]
+    inner.fp16 = frozenset(n for outer, n in copies.numbers.items() if outer in caller.fp16)
+    results = [copies.numbers[n] for n in copies.results]
     inner.compute(sorted(inner.needed_by(results)))
     inner.compute(sorted(inner.needed_by(results)))  # values of a mean that was corrected since
     inner.add(Return(tuple(inner.tile(n).value for n in results)))
     return inner.scopes[0].body
 
 
-def enter(caller: RowEmitter, ahead: Replicated, inner: RowEmitter, call: Expression) -> None:
+def enter(caller: RowEmitter, copies: Replicated, inner: RowEmitter, call: Expression) -> None:
     """Let an emitter call the function when the first of its results is needed."""
-    names = {n: inner.variable_of(inner.tile(ahead.numbers[n])).base for n in ahead.results}
-    caller.ahead, caller.call = {n: Var(name) for n, name in names.items()}, call
+    names = {n: inner.variable_of(inner.tile(copies.numbers[n])).base for n in copies.results}
+    caller.replicated, caller.call = {n: Var(name) for n, name in names.items()}, call
