@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lines", type=int, default=MOST_LINES, help="that a program may have")
     parser.add_argument("--shrink", action="store_true", help="make the programs that fail smaller")
     parser.add_argument("--schedules", action="store_true", help="run nests under any of their schedules")
+    parser.add_argument("--compile", metavar="TARGET", help="also compile the kernels for it: sm_90")
     parser.add_argument("--json", metavar="FILE", help="every verdict, and the text of what failed")
     given = parser.parse_args(arguments)
     # No run reads what an earlier one left on disk.
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(given.seed, given.seed + given.count)
     verdicts: list[dict[str, Any]] = []
     start = time.time()
-    task = Task(given.lines, given.seconds, given.shrink, given.schedules)
+    task = Task(given.lines, given.seconds, given.shrink, given.schedules, given.compile)
     for verdict in judged(seeds, given.jobs, task):
         verdicts.append(verdict)
         if len(verdicts) % 100 == 0:

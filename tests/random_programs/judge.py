@@ -17,11 +17,14 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_compiler as fc
+from fusion_compiler.api import Compiler
 from fusion_compiler.codegen import emit
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Program as KernelProgram
 from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from tests.exactness import cramped, misaligned_forms
@@ -73,6 +76,22 @@ def any_schedules(seed: int) -> Generator[None]:
         return (first, *[s for s in forms if isinstance(s, Schedule) and not s.misaligned][:1])
 
     with patch.object(emit, "schedules_of", drawn):
+        yield
+
+
+@contextmanager
+def compiling_for(target: str) -> Generator[None]:
+    """Within it, each cluster's first program must also compile for a target ("sm_90"). The interpreter runs
+    some kernels that Triton does not compile."""
+    emitted = Compiler.emit
+
+    def checked(*arguments: Any) -> tuple[KernelProgram, ...]:
+        programs = emitted(*arguments)
+        for kernel in programs[0].kernels:
+            compile_for(kernel, target)
+        return programs
+
+    with patch.object(Compiler, "emit", checked):
         yield
 
 

@@ -6,14 +6,14 @@ import multiprocessing
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from tests.random_programs.generate import draw
-from tests.random_programs.judge import any_schedules, judge
+from tests.random_programs.judge import any_schedules, compiling_for, judge
 from tests.random_programs.shrink import shrunk
 
 A_PROCESS = 150  # programs, after which it is replaced: Dynamo and Triton never forget
@@ -22,12 +22,13 @@ A_PROCESS = 150  # programs, after which it is replaced: Dynamo and Triton never
 @dataclass(frozen=True)
 class Task:
     """What is done with each seed. lines: of a program, at most; seconds: that it may take; schedules: its
-    nests run under any schedules, and not under the best."""
+    nests run under any schedules, and not under the best; target: for which its kernels must compile."""
 
     lines: int
     seconds: float
     shrink: bool
     schedules: bool = False
+    target: str | None = None
 
 
 @dataclass
@@ -108,7 +109,11 @@ def _work(connection: Connection, task: Task) -> None:
             return
         start = time.time()
         program = draw(seed, task.lines)
-        with any_schedules(seed) if task.schedules else nullcontext():
+        with ExitStack() as stack:
+            if task.schedules:
+                stack.enter_context(any_schedules(seed))
+            if task.target is not None:
+                stack.enter_context(compiling_for(task.target))
             verdict = judge(program, seconds=task.seconds)
             if verdict.failed and task.shrink:
                 program = shrunk(program, verdict, lambda p: judge(p, seconds=task.seconds))
