@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from benchmarks.block_scaled import groups_of_128
 from fusion_compiler.codegen.emit import emit, program_of, schedules_of
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
@@ -30,10 +29,6 @@ LONGEST = 16  # lines
 
 
 # -- the small programs -------------------------------------------------------------------------------
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return F.silu(x).permute(0, 2, 3, 1).contiguous()
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -96,10 +91,6 @@ def bias_gradients(x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return (x @ a).sum(0), (x @ b).sum(0)
 
 
-def quantised_rms_norm(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return groups_of_128(F.rms_norm(x, w.shape, w))
-
-
 def normed_rows_product(x: Tensor, norm: Tensor, w: Tensor) -> Tensor:
     return F.linear(F.rms_norm(x, norm.shape, norm), w)
 
@@ -108,26 +99,12 @@ def residual_product(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return residual + F.linear(x, w)
 
 
-def product_of_columns(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    return torch.addmm(bias, x, w)
-
-
-def product_of_columns_alone(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    return torch.addmm(bias, x, w)
-
-
 def product_of_bytes(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w.to(x.dtype))
 
 
 def normed_product(x: Tensor, norm: Tensor, w: Tensor) -> Tensor:
     return F.rms_norm(x, norm.shape, norm) @ w
-
-
-def chunks_of_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    scores = (q.float() * k.float()).sum(-1, keepdim=True)
-    shares = (scores - scores.amax(-2, keepdim=True)).exp()
-    return (shares * v.float()).sum(-2, keepdim=True), shares.sum(-2, keepdim=True)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,8 +194,7 @@ class Example:
 
 
 EXAMPLES = {
-    "Axis map": Example(channels_last, "bfloat16 [32, 512, 32, 32]"),
-    "Several rows a program": Example(softmax, "bfloat16 [65536, 64]"),
+    "Persistent rows": Example(rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]", gradients=True),
     "Merged axes": Example(add_heads, "bfloat16 [8, 1024, 4096], bfloat16 [8, 1024, 4096]"),
     "Index-set splitting": Example(concatenation, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
     "Stores into memory that exists": Example(
@@ -241,20 +217,12 @@ EXAMPLES = {
     "Sums made together": Example(
         layer_norm_with_weights, "bfloat16 [8192, 4096], bfloat16 [4096], bfloat16 [4096]", gradients=True
     ),
-    "Persistent rows": Example(rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]", gradients=True),
     "Partial reductions of segments": Example(
         group_norm, "bfloat16 [32, 512, 32, 32], bfloat16 [512], bfloat16 [512]", gradients=True
     ),
     "The last program": Example(mean_of_maxima, "bfloat16 [2048, 4096]"),
-    "The last program of a block of columns": Example(
-        product_of_columns, "bfloat16 [1, 1024], bfloat16 [1024, 4096], bfloat16 [4096]"
-    ),
-    "All rows of a few columns": Example(
-        product_of_columns_alone, "bfloat16 [1, 1024], bfloat16 [1024, 4096], bfloat16 [4096]"
-    ),
     "Exchange": Example(softmax, "bfloat16 [16, 262144]"),
     "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
-    "Shared rows": Example(rms_norm, "bfloat16 [512, 65536], bfloat16 [65536]", gradients=True),
     "Matrix-vector products": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
     ),
@@ -270,11 +238,6 @@ EXAMPLES = {
     "Replicated reductions": Example(
         normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"
     ),
-    "Tiles of any axes": Example(
-        chunks_of_keys,
-        "bfloat16 [8, 4, 1, 1, 128], bfloat16 [8, 1, 512, 64, 128], bfloat16 [8, 1, 512, 64, 128]",
-    ),
-    "Blocks of a row": Example(quantised_rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]"),
     "Horizontal fusion": Example(
         bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
     ),
