@@ -23,9 +23,10 @@ from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import If, Statement
 from fusion_compiler.codegen.tile import Store as StoreStatement
-from fusion_compiler.ir.dims import Dim, hint
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
+from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.schedule import WORD
 
@@ -47,10 +48,6 @@ class AlignedRowEmitter(RowEmitter):
     def pairs(self) -> Mapping[int, int]:
         return {}
 
-    def leaves_of_member(self, member: int) -> list[Leaf]:
-        is_column = self.loops.axes[member].group == COLS
-        return self.leaves[self.fused[member]] if is_column else super().leaves_of_member(member)
-
     def run_length(self, node: Load) -> int:
         return 1
 
@@ -67,7 +64,7 @@ class AlignedRowEmitter(RowEmitter):
     def lead(self) -> Expression:
         """Return how many elements of a word lie before the row. It is the same for all rows of a program,
         and nothing if one program has all rows, each of which is whole words."""
-        leaves = self.placed(self.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.GRID)
+        leaves = placed(self.where.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.GRID)
         if not leaves:
             return lift(0)
         with self.in_scope(0):
@@ -76,13 +73,13 @@ class AlignedRowEmitter(RowEmitter):
 
     def name_of(self, lanes: Leaf) -> str:
         """Return the name of the variable that numbers lanes: those of a whole row begin with its word."""
-        is_whole_row = lanes == self.lanes[-1] and not self.loops_of(self.of_axes(self.columns))
+        is_whole_row = lanes == self.lanes[-1] and not placed(self.where.of_axes(self.columns), Place.LOOP)
         return "lane" if is_whole_row else super().name_of(lanes)
 
     def lane(self) -> Tile:
         """Return the numbers of lanes, counted from the word in which the row begins."""
-        leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
-        loops = self.loops_of(leaves)
+        leaves = self.where.outermost(max(self.columns))
+        loops = placed(leaves, Place.LOOP)
         if not loops:
             lane = super().position("lane", leaves)
             assert lane is not None
@@ -93,9 +90,6 @@ class AlignedRowEmitter(RowEmitter):
             value = lanes.value + tl.where(lanes.value < self.word, 0, start)
         with self.in_scope(self.home(leaves)):
             return self.joined(self.let("lane", value), lanes)
-
-    def unit_of(self, leaves: Iterable[Leaf], inner: Dim) -> int:
-        return 1 if any(leaf.members & self.columns for leaf in leaves) else super().unit_of(leaves, inner)
 
     def position(self, name: str, leaves: Iterable[Leaf], unit: int = 1) -> Tile | None:
         leaves = list(leaves)
@@ -109,8 +103,8 @@ class AlignedRowEmitter(RowEmitter):
         rest = super().inside(axes - self.columns)
         if self.is_whole or not axes & self.columns:
             return rest
-        (axis,) = {self.fused.get(k, k) for k in self.columns}
-        col = self.position(self.axes[axis].name, self.leaves[axis])
+        (axis,) = {self.where.fused.get(k, k) for k in self.columns}
+        col = self.position(self.where.axes[axis].name, self.where.leaves[axis])
         assert col is not None
         value = col.value.to(tl.uint32) < self.width  # a negative number is a large unsigned one
         inside = self.joined(self.let("col_inside", value), col)
@@ -131,7 +125,7 @@ class AlignedRowEmitter(RowEmitter):
         """Return the addresses of the lanes' elements of a row."""
         number, begin, lane = self.row_number(), None, self.lane()
         if number is not None:
-            with self.in_scope(self.home(self.of_axes(axes_in(self.loops.axes, (ROWS,))))):
+            with self.in_scope(self.home(self.where.of_axes(axes_in(self.loops.axes, (ROWS,))))):
                 begin = self.let("begin", number.value * self.width // self.word * self.word)
         return self.joined(plus(self.pointers[buffer], begin, lane.value, index.const or None), lane)
 
@@ -167,7 +161,7 @@ class AlignedRowEmitter(RowEmitter):
         return is_plain and suits and self.dtypes[node.buffer].itemsize in (2, 4)
 
     def columns_between(self, first: Expression, end: Expression) -> Expression:
-        if self.loops_of(self.of_axes(self.columns)):
+        if placed(self.where.of_axes(self.columns), Place.LOOP):
             return super().columns_between(first, end)
         count = tl.minimum(end - self.lead(), self.width) - tl.maximum(first - self.lead(), 0)
         return tl.maximum(count, 0)
@@ -211,11 +205,11 @@ class AlignedRowEmitter(RowEmitter):
         would stay in registers until then.
         """
         if self.shared is not None:
-            rows = self.loops_of(self.of_axes(axes_in(self.loops.axes, (ROWS,))))
+            rows = placed(self.where.of_axes(axes_in(self.loops.axes, (ROWS,))), Place.LOOP)
             part, last = self.element(self.shared).value, hint(self.shared.extent) - 1
             return None if rows or self.ends else part.eq(0) | part.eq(last)
-        leaves = self.leaves[self.fused.get(max(self.columns), max(self.columns))]
-        grid = [leaf for leaf in self.placed(leaves, Place.GRID) if leaf.extent != 1]
+        leaves = self.where.outermost(max(self.columns))
+        grid = [leaf for leaf in placed(leaves, Place.GRID) if leaf.extent != 1]
         if not grid:
             return None
         first = self.element(grid[0]).value * grid[0].step

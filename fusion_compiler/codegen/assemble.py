@@ -420,7 +420,7 @@ class _Assembly(_Part[Schedule]):
         for place, loaded in names.items():
             lanes = inner.depends[place] & {*inner.lanes}
             inner.scopes[0].tiles[inner.key(place)] = Tile(loaded, lanes, True)
-        blocks = [leaf for leaf in emitter.of_axes(emitter.columns) if leaf.place is Place.GRID]
+        blocks = [leaf for leaf in emitter.where.of_axes(emitter.columns) if leaf.place is Place.GRID]
         blocks = [leaf for leaf in blocks if leaf.extent != 1]
         numbers = [emitter.element(leaf).value for leaf in blocks]
         parameters = [Name("block") for _ in blocks]

@@ -49,7 +49,7 @@ def exchange(
 def _rows(e: RowTiles, splits: int) -> tuple[Expression, tuple[Expression, ...]]:
     """Return the first row of the block, and `Boxes.rows`, which is empty for a block of one row."""
     axes = axes_in(e.loops.axes, (ROWS,))
-    leaves = e.leaves[e.fused.get(max(axes), max(axes))] if axes else []
+    leaves = e.where.outermost(max(axes)) if axes else []
     lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
     others = [leaf for leaf in leaves if leaf.place is not Place.LANES]
     tile = e.position("first_row" if lanes else "row", others)

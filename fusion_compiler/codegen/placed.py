@@ -21,7 +21,6 @@ The structure of the program follows from the placement:
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
@@ -48,7 +47,6 @@ from fusion_compiler.codegen.tile import (
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
-    COLS,
     Checked,
     Compute,
     Constant,
@@ -58,9 +56,7 @@ from fusion_compiler.ir.loops import (
     Load,
     Random,
     Reduce,
-    Scan,
     Store,
-    axes_in,
     operands_of,
     store_operands,
     with_operands,
@@ -83,13 +79,13 @@ from fusion_compiler.ir.syntax import (
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, operand_of, rounding_of
 from fusion_compiler.schedule.boxes import Box, box_of
+from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
 from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, products_of
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
 KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
-NOWHERE = frozenset[Leaf]()
 POSITIONS = (torch.int32, torch.int64)  # dtypes of indices
 COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
     overload: compare
@@ -157,42 +153,13 @@ class Emitter:
                 if isinstance(box, str):
                     raise ValueError(box)
                 self.boxes[node] = box
-        self.axes, fused = placement.axes(loops.axes), enumerate(placement.fused(loops.axes), len(loops.axes))
-        self.leaves = {n: [leaf for leaf in leaves if leaf.axis == n] for n in range(len(self.axes))}
-        self.members = dict(fused)  # the axes of each fused axis
-        self.fused = {member: axis for axis, members in self.members.items() for member in members}
-        for member in self.fused:
-            self.leaves[member] = self.leaves_of_member(member)
-        self.lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
-        self.grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
-        self.grid += [leaf for leaf in leaves if leaf.place is Place.SHARED]
-        self.turns = {  # loops over what programs take in turns, and the leaf that numbers these
-            loop: grid
-            for loop in leaves
-            for grid in self.grid
-            if loop.place is Place.LOOP
-            and loop.axis == grid.axis
-            and loop.step == product((grid.step, grid.extent))
-        }
-        in_loops = [leaf for leaf in leaves if leaf.place is Place.LOOP]
-        loops_over = Counter(leaf.axis for leaf in in_loops)
-        self.steps = {  # of loops whose variables are elements of their axes, and not numbers of blocks
-            leaf.name: leaf.step for leaf in in_loops if leaf in self.turns or loops_over[leaf.axis] == 1
-        }
+        self.where = PlacedAxes.of(loops, placement)
+        in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
         self.products, self.node_axes = products_of(loops, placement), analysis.node_axes
-        self.depends: list[frozenset[Leaf]] = []
-        for node in loops.nodes:
-            leaves_read = frozenset[Leaf]().union(*(self.depends[o] for o in operands_of(node)))
-            if isinstance(node, Load | Coordinate | InRange | Random):
-                leaves_read |= self.of_index(node.index)
-            elif isinstance(node, Scan):
-                leaves_read |= self.of_axes(axes_in(loops.axes, (COLS,)))
-            elif isinstance(node, Reduce):
-                leaves_read -= self.reduced_leaves(node)
-            self.depends.append(leaves_read)
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
-        self.unrolled = [self.placed(of_node, Place.UNROLL) for of_node in self.depends]
+        unrolled = placed(leaves, Place.UNROLL)
+        self.unrolled = [[leaf for leaf in unrolled if leaf in of_node] for of_node in self.depends]
         self.plain_maxima = frozenset[int]()  # which need not propagate NaN
         self.ends: dict[str, Dim | Expression] = {}  # of loops that do not go through all of their elements
         self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
@@ -201,27 +168,41 @@ class Emitter:
         self.needed = set[int]()  # nodes of which the program stores something
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
 
+    @property
+    def lanes(self) -> tuple[Leaf, ...]:
+        """Return the leaves of which a tile has the elements, in the order of its dimensions."""
+        return self.where.lanes
+
+    @property
+    def depends(self) -> tuple[frozenset[Leaf], ...]:
+        """Return, by node, the leaves on which its value depends."""
+        return self.where.depends
+
     def program(self, number: Expression, split: SplitReductions) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
         self.needed = with_operands(self.loops, wanted)
         self.load_first()
-        stores = [(self.of_store(store), partial(self.store, store)) for store in split.stores]
+        stores = [(self.where.of_store(store), partial(self.store, store)) for store in split.stores]
         stores += [(self.depends[n], partial(self.store_partial, n, of)) for n, of in split.kept.items()]
-        for around in dict.fromkeys(tuple(self.loops_of(leaves)) for leaves, _ in stores):
+        by_loops = dict[tuple[Leaf, ...], list[tuple[frozenset[Leaf], Callable[[], None]]]]()
+        for leaves, store in stores:
+            by_loops.setdefault(tuple(placed(leaves, Place.LOOP)), []).append((leaves, store))
+        for around, inside in by_loops.items():
             with self.inside_loops(around):
-                for leaves, store in stores:
-                    for elements in self.variants(leaves) if tuple(self.loops_of(leaves)) == around else ():
+                for leaves, store in inside:
+                    for elements in self.variants(leaves):
                         with self.fixed(elements):
                             store()
-        return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
+        return self.scopes[0].body, (product(leaf.extent for leaf in self.where.grid),)
 
     def load_first(self) -> None:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
         reduction, for which threads wait. Programs with loops load as they go."""
         lanes = frozenset(self.lanes)
-        repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for n in self.leaves.values() for leaf in n)
+        leaves = self.where.of_axes(self.where.leaves)
+        repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
         factors = {self.source(n) for p in self.products.values() for n in (p.matrix, p.vectors)}
         for number in () if repeats else sorted(self.needed):
             node = self.loops.nodes[number]
@@ -234,49 +215,14 @@ class Emitter:
 
     # -- leaves ----------------------------------------------------------------------------------------
 
-    def leaves_of_member(self, member: int) -> list[Leaf]:
-        """Return the leaves of a fused axis on which the element number of one of its axes depends.
-
-        It is the fused number, divided by the number of elements of all inner axes, modulo the axis' size.
-        Neighbours along inner leaves have the same one if that number is a multiple of theirs.
-        """
-        axis, first, inner = self.fused[member], self.members[self.fused[member]][0], self.inner_size(member)
-        size = product((inner, self.axes[member].size))
-        if size == 0:
-            return self.leaves[axis]
-        leaves = sorted(self.leaves[axis], key=lambda leaf: leaf.step)
-        filled = [leaf.place is not Place.LANES or leaf.lanes == leaf.extent for leaf in leaves]
-        multiples = (quotient(inner, leaf.step) is not None for leaf in leaves)
-        same = max(i for i, is_multiple in enumerate(multiples) if is_multiple and all(filled[:i]))
-        return [leaf for leaf in leaves[same:] if member == first or quotient(leaf.step, size) is None]
-
-    def of_axes(self, axes: Iterable[int]) -> frozenset[Leaf]:
-        return NOWHERE.union(*(self.leaves[axis] for axis in axes))
-
-    def reduced_leaves(self, node: Reduce) -> frozenset[Leaf]:
-        """Return what each program reduces of a reduction."""
-        return frozenset(leaf for leaf in self.of_axes(node.axes) if leaf.place is not Place.GRID)
-
-    def of_index(self, index: Index) -> frozenset[Leaf]:
-        return self.of_axes(key for key, _ in index.terms if key >= 0)
-
     def axes_of(self, index: Index) -> frozenset[int]:
         """Return the axes over which an index varies, also those of nodes that are indices."""
         return _axes(index).union(*(self.node_axes[~key] for key, _ in index.terms if key < 0))
 
-    def of_store(self, store: Store) -> frozenset[Leaf]:
-        return self.of_index(store.index).union(*(self.depends[o] for o in store_operands(store)))
-
-    def placed(self, leaves: Iterable[Leaf], place: Place) -> list[Leaf]:
-        return sorted((leaf for leaf in leaves if leaf.place is place), key=lambda leaf: leaf.order)
-
-    def loops_of(self, leaves: Iterable[Leaf]) -> list[Leaf]:
-        return self.placed(leaves, Place.LOOP)
-
     def place_grid(self, number: Expression) -> None:
         """Assign each axis of the grid its element, of which the last varies fastest."""
         left = number.to(torch.int64) if self.wide else number
-        grid = [leaf for leaf in self.grid if not self.is_single(leaf)]
+        grid = [leaf for leaf in self.where.grid if not self.where.is_single(leaf)]
         for leaf in reversed(grid):
             is_first = leaf is grid[0]
             value = left if is_first else left % lift(leaf.extent)
@@ -306,18 +252,19 @@ class Emitter:
 
     def variable_of_loop(self, loop: Leaf) -> Name:
         """Return the variable of a loop: the first element of a block, if no other loop is over the axis."""
-        if loop.name not in self.steps:
+        if loop.name not in self.where.steps:
             return Name(_identifier(loop.name))
-        step, name = self.turns[loop].step if loop in self.turns else loop.step, self.axes[loop.axis].name
+        step, name = self.where.turns.get(loop, loop).step, self.where.axes[loop.axis].name
         return Name(name if step == 1 else f"first_{name}")
 
     def coordinate(self, axis: int) -> tuple[Tile | None, int]:
         """Return an axis' element number as a tile, or None, and what unrolled leaves add to it."""
-        if axis in self.fused:
+        if axis in self.where.fused:
             return self.coordinate_of_member(axis), 0
-        leaves = [leaf for leaf in self.leaves[axis] if leaf.place is not Place.UNROLL]
-        offset = sum(self.at[leaf] * leaf.step for leaf in self.leaves[axis] if leaf.place is Place.UNROLL)
-        return self.position(self.axes[axis].name, leaves), offset
+        leaves = self.where.leaves[axis]
+        offset = sum(self.at[leaf] * leaf.step for leaf in leaves if leaf.place is Place.UNROLL)
+        others = [leaf for leaf in leaves if leaf.place is not Place.UNROLL]
+        return self.position(self.where.axes[axis].name, others), offset
 
     def position(self, name: str, leaves: Iterable[Leaf], unit: int = 1) -> Tile | None:
         """Return the sum of some leaves' numbers as a tile, or None if there are none. unit: the elements, a
@@ -326,7 +273,7 @@ class Emitter:
         home, key = self.home(leaves), (name, leaves, unit)
         if (tile := self.scopes[home].tiles.get(key)) is not None:
             return tile
-        parts = [self.part(leaf, unit) for leaf in self.moving(leaves)]
+        parts = [self.part(leaf, unit) for leaf in self.where.moving(leaves)]
         if not parts:
             return None
         if len(parts) == 1 and parts[0][1] == 1:
@@ -338,67 +285,30 @@ class Emitter:
         self.scopes[home].tiles[key] = tile
         return tile
 
-    def moving(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return the leaves whose numbers make up a position."""
-        in_turns = {self.turns[leaf] for leaf in leaves if leaf in self.turns}
-        return [leaf for leaf in leaves if not self.is_single(leaf) and leaf not in in_turns]
-
     def part(self, leaf: Leaf, unit: int) -> tuple[Tile, int]:
         """Return a leaf's number and how many units lie between two that differ by one."""
-        tile, step = self.element(leaf), self.step_of(leaf)
+        tile, step = self.element(leaf), self.where.step_of(leaf)
         if step % unit:  # the variable is a multiple of the unit
             return replace(tile, value=tile.value // unit), step
         return tile, step // unit
 
-    def is_single(self, leaf: Leaf) -> bool:
-        """True if a leaf has one element, whose number needs no variable. Where other leaves of the axis are
-        unrolled, it has one, so that elements behind the end are masked."""
-        others = self.leaves[leaf.axis]
-        is_moved = leaf.place is Place.LANES or leaf in self.turns
-        return leaf.extent == 1 and not is_moved and not any(x.place is Place.UNROLL for x in others)
-
-    def step_of(self, leaf: Leaf) -> int:
-        """Return how many elements lie between values of a leaf's variable that differ by one."""
-        return leaf.step // self.steps.get(leaf.name, 1)
-
     def coordinate_of_member(self, axis: int) -> Tile | None:
         """Return the element number of an axis that others are fused with, or None if it is zero."""
-        members, leaves = self.members[self.fused[axis]], self.leaves[axis]
-        is_whole = set(leaves) == set(self.leaves[self.fused[axis]])
-        name, inner = self.axes[self.fused[axis]].name, self.inner_size(axis)
-        unit = self.unit_of(self.moving(leaves), inner)
+        members, leaves = self.where.members[self.where.fused[axis]], self.where.leaves[axis]
+        is_whole = set(leaves) == set(self.where.leaves[self.where.fused[axis]])
+        name, inner = self.where.axes[self.where.fused[axis]].name, self.where.inner_size(axis)
+        unit = self.where.unit_of(self.where.moving(leaves), inner)
         base = self.position(name if is_whole else f"first_{name}", leaves, unit)
         if base is None:
             return None
         rest = quotient(inner, unit)
         assert rest is not None  # the unit divides it
         value = base.value if rest == 1 else base.value // lift(rest)
-        value = value if axis == members[0] else value % lift(self.axes[axis].size)
+        value = value if axis == members[0] else value % lift(self.where.axes[axis].size)
         if value is base.value:
             return base
         with self.in_scope(self.home(leaves)):
-            return self.joined(self.let(self.axes[axis].name, value), base)
-
-    def inner_size(self, member: int) -> Dim:
-        """Return the number of elements of all axes inside of one with which they are fused."""
-        axes = self.members[self.fused[member]]
-        return product(self.axes[k].size for k in axes if k > member)
-
-    def unit_of(self, leaves: Iterable[Leaf], inner: Dim) -> int:
-        """Return a number by which the steps of some leaves, and that of a fused axis, may be divided."""
-        if not isinstance(inner, int) or all(leaf.name in self.steps for leaf in leaves):
-            return 1
-        return math.gcd(inner, *(leaf.step for leaf in leaves))
-
-    def merged(self, index: Index) -> Index:
-        """Return an index in which terms that go through a fused axis element by element are one term."""
-        terms = dict(index.terms)
-        for axis, members in self.members.items():
-            step = terms.get(members[-1], 0)
-            steps = strides_of(tuple(self.axes[k].size for k in members))
-            if step != 0 and all(terms.get(k, 0) == step * s for k, s in zip(members, steps, strict=True)):
-                terms = {k: c for k, c in terms.items() if k not in members} | {axis: step}
-        return Index(index.const, tuple(sorted(terms.items())))
+            return self.joined(self.let(self.where.axes[axis].name, value), base)
 
     def sum_of(self, parts: Sequence[tuple[Tile, Dim]], const: Dim = 0) -> Expression:
         """Return a sum of tiles times numbers; what has fewer dimensions comes first."""
@@ -417,7 +327,7 @@ class Emitter:
     def index(self, index: Index) -> Tile:
         """Return an element index."""
         const, parts = index.const, list[tuple[Tile, Dim]]()
-        for key, step in self.merged(index).terms:
+        for key, step in self.where.merged(index).terms:
             base, offset = self.coordinate(key) if key >= 0 else (self.place(~key), 0)
             const = const + step * offset
             if base is not None:
@@ -434,22 +344,22 @@ class Emitter:
     def inside(self, axes: frozenset[int]) -> Tile | None:
         """Return whether elements lie within these axes, or None if all that the program visits do."""
         checks: list[Tile] = []
-        outermost = {members[0]: axis for axis, members in self.members.items()}
-        inner = self.fused.keys() - outermost.keys()  # whose numbers are remainders: within their sizes
+        outermost = {members[0]: axis for axis, members in self.where.members.items()}
+        inner = self.where.fused.keys() - outermost.keys()  # whose numbers are remainders: within their sizes
         for axis in sorted(outermost.get(axis, axis) for axis in axes - inner):
-            size, leaves = self.axes[axis].size, self.leaves[axis]
+            size, leaves = self.where.axes[axis].size, self.where.leaves[axis]
             several = len(leaves) > 1
             for leaf in leaves if several else ():
                 if leaf.place is Place.LANES and leaf.lanes != leaf.extent:
                     checks.append(self.check(leaf.name, self.element(leaf), 0, leaf.extent))
             covered = product(leaf.extent for leaf in leaves)
-            if turns := [self.turns[leaf] for leaf in leaves if leaf in self.turns]:
+            if turns := [self.where.turns[leaf] for leaf in leaves if leaf in self.where.turns]:
                 covered = product((ceil_div(size, turns[0].step), turns[0].step))
             (leaf, *_) = leaves
             padded = not several and leaf.place is Place.LANES and leaf.lanes * leaf.step != size
             base, offset = self.coordinate(axis)
             if base is not None and (padded or quotient(size, covered) is None or size == 0):
-                checks.append(self.check(self.axes[axis].name, base, offset, size))
+                checks.append(self.check(self.where.axes[axis].name, base, offset, size))
         values = [check.value for check in checks]
         return self.joined(cast(Expression, every(*values)), *checks) if checks else None
 
@@ -500,12 +410,12 @@ class Emitter:
         yield
         for outer, leaf, inner in reversed(opened):
             stages = self.placement.num_stages if self.placement.num_stages > 1 else None
-            step, end = self.steps.get(leaf.name, 1), self.ends.get(leaf.name, leaf.extent)
+            step, end = self.where.steps.get(leaf.name, 1), self.ends.get(leaf.name, leaf.extent)
             last = end * step if isinstance(end, Expression) else lift(product((end, step)))
             values = Range(lift(0), last, step if step != 1 else None, stages)
-            if leaf in self.turns:
-                grid = self.turns[leaf]
-                end = product((ceil_div(self.axes[leaf.axis].size, grid.step), grid.step))
+            if leaf in self.where.turns:
+                grid = self.where.turns[leaf]
+                end = product((ceil_div(self.where.axes[leaf.axis].size, grid.step), grid.step))
                 first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
                 values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
             if inner.body:  # sums of nothing have none
@@ -520,7 +430,7 @@ class Emitter:
 
     def variants(self, leaves: Iterable[Leaf]) -> list[dict[Leaf, int]]:
         """Return every element of the unrolled ones among some leaves."""
-        unrolled = self.placed(leaves, Place.UNROLL)
+        unrolled = placed(leaves, Place.UNROLL)
         ranges = (range(cast(int, leaf.extent)) for leaf in unrolled)
         return [dict(zip(unrolled, elements, strict=True)) for elements in itertools.product(*ranges)]
 
@@ -558,11 +468,15 @@ class Emitter:
         return Items(tuple(Literal(leaf.lanes if leaf in lanes else 1) for leaf in self.lanes))
 
     def key(self, number: int) -> object:
-        return number, tuple((leaf, self.at[leaf]) for leaf in self.unrolled[number])
+        unrolled = self.unrolled[number]
+        return number, tuple([(leaf, self.at[leaf]) for leaf in unrolled]) if unrolled else ()
 
     def cached(self, number: int) -> Tile | None:
         key = self.key(number)
-        return next((s.tiles[key] for s in self.scopes[: self.depth + 1] if key in s.tiles), None)
+        for scope in self.scopes[: self.depth + 1]:
+            if key in scope.tiles:
+                return scope.tiles[key]
+        return None
 
     def tile(self, number: int) -> Tile:
         """Return the tile of a node, emitted in the outermost block that has all on which it depends."""
@@ -657,23 +571,23 @@ class Emitter:
         if not isinstance(within, InRange) or node.dtype is torch.bool or not node.index.terms:
             return False
         direct = all(key >= 0 for key, _ in node.index.terms)
-        moved, tested = self.of_index(node.index), self.of_index(within.index)
+        moved, tested = self.where.of_index(node.index), self.where.of_index(within.index)
         return _is_nonempty(within) and direct and moved.isdisjoint(tested) and bool(tested & {*self.lanes})
 
     def run_length(self, node: Load) -> int:
         """Return how many neighbours among the innermost lanes have the same element of a load; a power of
         two. It is 1 where Triton sees that itself, which it does for integers that are used as indices."""
         axes, leaf = _axes(node.index), self.lanes[-1] if self.lanes else None
-        members = self.members.get(leaf.axis, ()) if leaf is not None else ()
+        members = self.where.members.get(leaf.axis, ()) if leaf is not None else ()
         last = max((k for k in members if k in axes), default=None)
         is_direct = all(key >= 0 for key, _ in node.index.terms)
         if leaf is None or leaf.step != 1 or last is None or not is_direct:
             return 1
         if node.within is not None and not self.is_over(node.within, {k for k in members if k > last}):
             return 1
-        if self.dtypes[node.buffer] in POSITIONS or leaf not in self.of_index(node.index):
+        if self.dtypes[node.buffer] in POSITIONS or leaf not in self.where.of_index(node.index):
             return 1
-        inner, length = product(self.axes[k].size for k in members if k > last), leaf.lanes // 2
+        inner, length = product(self.where.axes[k].size for k in members if k > last), leaf.lanes // 2
         while length > 1 and quotient(inner, length) is None:
             length //= 2
         return max(1, length)
@@ -688,12 +602,11 @@ class Emitter:
     def repeated(self, node: Load, length: int, times: int | None = None) -> Tile:
         """Return a load of one element for each run of `length` innermost lanes. times: how often a tile has
         it, if that is not the length."""
-        leaf, all_lanes, all_leaves = self.lanes[-1], self.lanes, self.leaves
+        leaf, before = self.lanes[-1], self.where
         runs = replace(leaf, name=f"{leaf.name}_by_{length}", extent=leaf.lanes // length, step=length)
-        self.lanes = [*all_lanes[:-1], runs]
-        self.leaves = {k: [runs if x == leaf else x for x in leaves] for k, leaves in all_leaves.items()}
+        self.where = before.with_leaves({leaf: runs})
         tile = self.loaded(node)
-        self.lanes, self.leaves = all_lanes, all_leaves
+        self.where = before
         times = length if times is None else times
         value = fm.repeated(tile.value, times) if times > 1 else tile.value
         return Tile(value, tile.lanes - {runs} | {leaf}, True)
@@ -796,7 +709,7 @@ class Emitter:
     def random(self, node: Random) -> Tile:
         """Return random numbers, with one Philox call for four neighbours where there are such."""
         words, seed = node.dtype is torch.uint32, self.tile(node.seed).value
-        counter = self.counter_of_four(self.merged(node.index))
+        counter = self.counter_of_four(self.where.merged(node.index))
         if counter is None:
             index = self.index(node.index)
             place = index.value if node.index.terms else tl.full([], index.value, torch.int32)
@@ -812,12 +725,12 @@ class Emitter:
             return None
         neighbours, parts = False, list[tuple[Tile | None, Dim]]()
         for key, step in index.terms:
-            if key < 0 or innermost not in self.leaves[key]:
+            if key < 0 or innermost not in self.where.leaves[key]:
                 base, offset = self.coordinate(key) if key >= 0 else (self.tile(~key), 0)
                 const = const + step * offset
                 parts.append((base, step))
                 continue
-            if key in self.fused:  # neighbours of the fused axis are none of this one
+            if key in self.where.fused:  # neighbours of the fused axis are none of this one
                 return None
             of_axis, rest = self.terms(Index(0, ((key, step),)))
             neighbours, const = (innermost, 1) in of_axis, const + rest
@@ -915,7 +828,7 @@ class Emitter:
 
     def constant_index(self, index: Index) -> int | None:
         """Return an index that unrolled axes alone make up."""
-        if any(key in self.fused for key, _ in index.terms):
+        if any(key in self.where.fused for key, _ in index.terms):
             return None
         terms, const = self.terms(index)
         return const if not terms and isinstance(const, int) else None
@@ -923,13 +836,13 @@ class Emitter:
     def terms(self, index: Index) -> tuple[list[tuple[Leaf | int, Dim]], Dim]:
         """Return an index as multiples of leaves that are not unrolled, and of nodes, and the rest."""
         terms, const = list[tuple[Leaf | int, Dim]](), index.const
-        in_turns = {*self.turns.values()}
+        in_turns = {*self.where.turns.values()}
         for key, step in index.terms:
-            for leaf in self.leaves[key] if key >= 0 else ():
+            for leaf in self.where.leaves[key] if key >= 0 else ():
                 if leaf.place is Place.UNROLL:
                     const = const + step * leaf.step * self.at[leaf]
                 elif leaf not in in_turns:
-                    terms.append((leaf, step * self.step_of(leaf)))
+                    terms.append((leaf, step * self.where.step_of(leaf)))
             if key < 0:
                 terms.append((~key, step))
         return terms, const
@@ -945,7 +858,7 @@ class Emitter:
         of = None if source is None else self.loops.nodes[source]
         if not isinstance(by, int) or by < 1 or not isinstance(of, Coordinate):
             return None
-        if any(key in self.fused for key, _ in of.index.terms):
+        if any(key in self.where.fused for key, _ in of.index.terms):
             return None
         terms, const = self.terms(of.index)
         if not isinstance(const, int) or any(not isinstance(c, int) or c % by for _, c in terms):
@@ -991,11 +904,11 @@ class Emitter:
 
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
-        around = self.loops_of(self.reduced_leaves(node))
+        around = placed(self.where.reduced_by(node), Place.LOOP)
         if number in self.products:
             return self.product(number, self.products[number])
         if not around:
-            state, variants = None, self.variants(self.reduced_leaves(node))
+            state, variants = None, self.variants(self.where.reduced_by(node))
             for elements in variants:
                 with self.fixed(elements):
                     term = self.term(number, node)
@@ -1019,7 +932,7 @@ class Emitter:
             for (n, elements), state in zip(together, states, strict=True):
                 reduce = self.loops.nodes[n]
                 assert isinstance(reduce, Reduce)
-                for inner in self.variants(self.reduced_leaves(reduce)):
+                for inner in self.variants(self.where.reduced_by(reduce)):
                     with self.fixed(elements | inner):
                         if (term := self.term(n, reduce)) is not None:
                             self.add(monoids.step(reduce, cast(Var, state.value), term.value))
@@ -1093,7 +1006,7 @@ class Emitter:
         for n, node in enumerate(self.loops.nodes):
             if n == number or not isinstance(node, Reduce) or n not in self.needed:
                 continue
-            same = self.loops_of(self.reduced_leaves(node)) == around
+            same = placed(self.where.reduced_by(node), Place.LOOP) == around
             if not same or self.block_of(n) != home or not self.is_open(self.depends[n]):
                 continue
             if not self.reductions.isdisjoint(with_operands(self.loops, operands_of(node))):
@@ -1103,7 +1016,7 @@ class Emitter:
 
     def is_open(self, leaves: Iterable[Leaf]) -> bool:
         loops = {scope.loop for scope in self.scopes[: self.depth + 1]}
-        return all(leaf in loops for leaf in self.loops_of(leaves))
+        return all(leaf in loops for leaf in placed(leaves, Place.LOOP))
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
@@ -1116,13 +1029,13 @@ class Emitter:
         return Tile(self.state(node.combine, value), lanes, is_block)
 
     def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
-        return frozenset(self.placed(self.depends[node.operand] | self.reduced_leaves(node), Place.LANES))
+        return frozenset(placed(self.depends[node.operand] | self.where.reduced_by(node), Place.LANES))
 
     def operand_is_block(self, number: int) -> bool:
         """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""
         return any(
-            self.placed(self.depends[n], Place.LANES)
-            or (isinstance(node, Reduce) and self.placed(self.reduced_leaves(node), Place.LANES))
+            placed(self.depends[n], Place.LANES)
+            or (isinstance(node, Reduce) and placed(self.where.reduced_by(node), Place.LANES))
             for n in with_operands(self.loops, (number,))
             for node in (self.loops.nodes[n],)
         )
@@ -1140,7 +1053,7 @@ class Emitter:
             value = convert(tile.value, source.dtype, torch.bool).to(torch.int32)
         else:
             value = convert(tile.value, source.dtype, node.dtype)
-        folds = frozenset(self.placed(self.reduced_leaves(node), Place.LANES))
+        folds = frozenset(placed(self.where.reduced_by(node), Place.LANES))
         lanes = tile.lanes | folds
         if not folds <= tile.lanes:
             value = tl.broadcast_to(value, self.shape(lanes))
@@ -1183,7 +1096,7 @@ class Emitter:
         """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
         fold."""
         several = len(self.lanes) > 1
-        for leaf in reversed(self.placed(self.reduced_leaves(node), Place.LANES)):  # neighbours first
+        for leaf in reversed(placed(self.where.reduced_by(node), Place.LANES)):  # neighbours first
             axis, key = self.lanes.index(leaf), None if join_key is None else (join_key, state.lanes)
             combined = Combine(node, (state.value,), axis, several, number in self.plain_maxima, key)
             value = self.let(base or node.combine, combined, number)
@@ -1197,13 +1110,13 @@ class Emitter:
         conditions = [] if store.within is None else self.condition(store.within)
         if conditions is None:
             return
-        conditions += self.by_one(self.of_store(store))
+        conditions += self.by_one(self.where.of_store(store))
         self.put(value, store.buffer, index, self.axes_of(store.index), conditions, store.value)
 
     def by_one(self, leaves: frozenset[Leaf]) -> list[Tile]:
         """Return the condition that one of several programs with the same value stores it. leaves: those on
         which the store depends."""
-        shared = [leaf for leaf in self.grid if leaf.place is Place.SHARED and leaf not in leaves]
+        shared = [leaf for leaf in self.where.grid if leaf.place is Place.SHARED and leaf not in leaves]
         return [Tile(self.element(leaf).value.eq(0)) for leaf in shared]
 
     def put(
@@ -1231,7 +1144,7 @@ class Emitter:
         program, width = self.sum_of(parts), of.buffer.stride[0]
         rest = None if index.value == Literal(0) else index.value
         place = self.joined(plus(program if width == 1 else program * lift(width), rest), index)
-        conditions = self.by_one(self.of_axes(of.axes))
+        conditions = self.by_one(self.where.of_axes(of.axes))
         self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), conditions, number)
 
 

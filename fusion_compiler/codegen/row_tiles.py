@@ -35,6 +35,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, fm, lift, tl
+from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 
 aten = torch.ops.aten
@@ -50,7 +51,7 @@ class RowTiles(Emitter):
         self.means = {mean: total for total, mean in self.a.moments.values()}
         self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
         self.columns = axes_in(self.loops.axes, (COLS,))
-        self.shared = next((leaf for leaf in self.grid if leaf.place is Place.SHARED), None)
+        self.shared = next((leaf for leaf in self.where.grid if leaf.place is Place.SHARED), None)
         self.sums: dict[int, Tile] = {}  # over rows: their accumulators
         self.pending: list[int] = []  # sums over rows to which the open block is not added yet
         self.replicated: Mapping[int, Var] = {}  # results of a function (`codegen.replicated`), and its call
@@ -97,8 +98,11 @@ class RowTiles(Emitter):
     def cached(self, number: int) -> Tile | None:
         """Return a tile that is there; in a last block none that has the lanes of the others."""
         key = self.key(number)
-        tiles = (scope.tiles[key] for scope in self.scopes[: self.depth + 1] if key in scope.tiles)
-        return next((tile for tile in tiles if self.hidden not in tile.lanes), None)
+        for scope in self.scopes[: self.depth + 1]:
+            tile = scope.tiles.get(key)
+            if tile is not None and self.hidden not in tile.lanes:
+                return tile
+        return None
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         return super().inside(axes - self.columns if self.is_whole else axes)
@@ -108,7 +112,7 @@ class RowTiles(Emitter):
 
     def options(self, node: Load) -> Mapping[str, Expression]:
         """Return keyword arguments of a load: a pass that is not the last one keeps the row in the cache."""
-        varies, columns = self.of_index(node.index), self.of_axes(self.columns)
+        varies, columns = self.where.of_index(node.index), self.where.of_axes(self.columns)
         if not self.ends or not varies & columns or not varies - columns:
             return self.load_options
         policy = Literal("evict_first" if self.is_last_pass else "evict_last")
@@ -169,7 +173,7 @@ class RowTiles(Emitter):
 
     def row_number(self) -> Tile | None:
         """Return the numbers of the block's rows, or None if there is just one."""
-        rows = {self.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
+        rows = {self.where.fused.get(k, k) for k in axes_in(self.loops.axes, (ROWS,))}
         return self.coordinate(rows.pop())[0] if rows else None
 
     def variable_of(self, tile: Tile) -> Var:
@@ -188,8 +192,8 @@ class RowTiles(Emitter):
 
     def seen(self) -> Expression:
         """Return the number of columns in the program's blocks before this one."""
-        loops = self.loops_of(self.of_axes(self.columns))
-        return self.sum_of([(self.element(leaf), self.step_of(leaf)) for leaf in loops])
+        loops = placed(self.where.of_axes(self.columns), Place.LOOP)
+        return self.sum_of([(self.element(leaf), self.where.step_of(leaf)) for leaf in loops])
 
     def first_column(self) -> Expression:
         """Return the first column of the block."""
@@ -197,7 +201,7 @@ class RowTiles(Emitter):
 
     def first_parts(self, unit: int = 1) -> list[tuple[Tile, int]]:
         """Return the parts of the block's first column, as `part` does."""
-        loops = self.loops_of(self.of_axes(self.columns))
+        loops = placed(self.where.of_axes(self.columns), Place.LOOP)
         return [self.part(leaf, unit) for leaf in (self.shared, *loops) if leaf is not None]
 
     def counts_of_parts(self) -> Expression:
@@ -290,20 +294,18 @@ class RowTiles(Emitter):
     @contextmanager
     def doubled(self) -> Generator[None]:
         """Emit accesses to twice as many columns."""
-        axes, lanes, leaves = self.axes, self.lanes, self.leaves
-        last = max(self.columns)
-        fused_axes = {last, self.fused.get(last, last)}
-        self.axes = tuple(
-            replace(axis, name="pair", size=product((axis.size, 2))) if k in fused_axes else axis
-            for k, axis in enumerate(axes)
+        before, lanes, last = self.where, self.lanes[-1], max(self.columns)
+        names = {last, before.fused.get(last, last)}
+        axes = tuple(
+            replace(axis, name="pair", size=product((axis.size, 2))) if k in names else axis
+            for k, axis in enumerate(before.axes)
         )
-        wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in leaves[self.fused.get(last, last)]}
+        wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in before.outermost(last)}
         name = "pair_i" if self.hidden is None else "pair_rest"
-        wide[lanes[-1]] = replace(lanes[-1], name=name, extent=2 * lanes[-1].lanes)
-        self.lanes = [wide.get(leaf, leaf) for leaf in lanes]
-        self.leaves = {k: [wide.get(leaf, leaf) for leaf in of_axis] for k, of_axis in leaves.items()}
+        wide[lanes] = replace(lanes, name=name, extent=2 * lanes.lanes)
+        self.where = replace(before.with_leaves(wide), axes=axes)
         yield
-        self.axes, self.lanes, self.leaves = axes, lanes, leaves
+        self.where = before
 
     def index_of_pair(self, index: Index) -> Index:
         last = max(self.columns)
@@ -313,7 +315,7 @@ class RowTiles(Emitter):
         """Emit two loads as one of twice the columns."""
         node = self.loops.nodes[left]
         assert isinstance(node, Load)
-        lanes = self.of_index(node.index) & {*self.lanes}
+        lanes = self.where.of_index(node.index) & {*self.lanes}
         shape = self.shape(lanes).items
         with self.doubled():
             tile = self.loaded(replace(node, index=self.index_of_pair(node.index)), as_held=True)
@@ -325,7 +327,7 @@ class RowTiles(Emitter):
 
     def store_pair(self, left: Store, right: Store) -> None:
         """Emit two stores as one."""
-        lanes, values = self.of_index(left.index) & {*self.lanes}, list[Expression]()
+        lanes, values = self.where.of_index(left.index) & {*self.lanes}, list[Expression]()
         for number in (left.value, right.value):
             tile = self.typed(number)
             value = convert(tile.value, self.loops.nodes[number].dtype, self.dtypes[left.buffer])
@@ -341,7 +343,7 @@ class RowTiles(Emitter):
     def is_kept(self, number: int, node: Load) -> bool:
         """True if a tile stays in registers as it was loaded, while programs wait for each other. What was
         computed from it is computed again, which leaves room for more programs."""
-        in_tile = self.shared is not None and not self.loops_of(self.of_axes(self.columns))
+        in_tile = self.shared is not None and not placed(self.where.of_axes(self.columns), Place.LOOP)
         is_full = self.is_full(number) and self.lanes[-1] in self.depends[number]
         return in_tile and is_full and self.dtypes[node.buffer] in KEPT and node.buffer not in self.empty
 

@@ -41,6 +41,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.syntax import Expression, Items, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import waiting
+from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
 
@@ -60,9 +61,9 @@ class RowEmitter(RowTiles):
         self.place_grid(number)
         self.compute(second.loads if second is not None else ())
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
-        rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
+        rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
-        if loops := self.loops_of(rows):
+        if loops := placed(rows, Place.LOOP):
             self.sums = {n: self.started(n) for n in sums}
             with self.inside_loops(loops):
                 self.pending = list(sums)
@@ -75,12 +76,12 @@ class RowEmitter(RowTiles):
         if second is None:
             self.finish()
         else:
-            leaves = tuple(leaf for leaf in self.placed(rows, Place.GRID) if leaf.extent != 1)
+            leaves = tuple(leaf for leaf in placed(rows, Place.GRID) if leaf.extent != 1)
             columns = tuple(sorted(self.columns))
             for n, buffer in zip(sums, second.partials, strict=True):
                 axes = columns if COLS in self.a.groups[n] else ()
                 self.store_partial(n, Partial(buffer, axes, leaves))
-        return self.scopes[0].body, (product(leaf.extent for leaf in self.grid),)
+        return self.scopes[0].body, (product(leaf.extent for leaf in self.where.grid),)
 
     def tile(self, number: int) -> Tile:
         if number in self.replicated and self.call is not None and self.cached(number) is None:
@@ -105,7 +106,7 @@ class RowEmitter(RowTiles):
 
     def block(self, stores: Sequence[Store]) -> None:
         """Emit one block of rows: the values and stores, and the terms of sums over rows."""
-        loops = self.loops_of(self.of_axes(self.columns))
+        loops = placed(self.where.of_axes(self.columns), Place.LOOP)
         if loops or self.shared is not None:
             self.passes(stores, loops[0] if loops else None)
             return
@@ -137,7 +138,7 @@ class RowEmitter(RowTiles):
         other takes one, and a store is made as soon as its value is complete."""
         self.block_depth = self.depth
         level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.finish]
-        full = [s for s in stores if self.of_store(s) & self.of_axes(self.columns)]
+        full = [s for s in stores if self.where.of_store(s) & self.where.of_axes(self.columns)]
         of_row = [s for s in stores if s not in full]
         if self.placement.num_stages == 1:
             needed = sorted(self.needed_by(o for s in self.one_by_one(of_row) for o in self.read_by(s)))
@@ -191,7 +192,7 @@ class RowEmitter(RowTiles):
         wanted = [n for state in states for n in state.reads(self)]
         wanted += [self.reduction(n).operand for n in partial]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
-        columns = self.of_axes(self.columns)
+        columns = self.where.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
         return needed
 
@@ -260,14 +261,10 @@ class RowEmitter(RowTiles):
     @contextmanager
     def last_block(self, loop: Leaf, number: Dim, lanes: int) -> Generator[None]:
         """Emit the block of a loop with this number, which has fewer lanes, behind the loop."""
-        all_lanes, all_leaves, scopes, depth = self.lanes, self.leaves, self.scopes, self.depth
-        hidden = self.hidden = all_lanes[-1]
+        before, scopes, depth = self.where, self.scopes, self.depth
+        hidden = self.hidden = self.lanes[-1]
         narrow = replace(hidden, name=f"{hidden.name}_rest", extent=lanes)
-        self.lanes = [*all_lanes[:-1], narrow]
-        self.leaves = {
-            k: [narrow if leaf == hidden else leaf for leaf in leaves]
-            for k, leaves in all_leaves.items()
-        }
+        self.where = before.with_leaves({hidden: narrow})
         body, part = scopes[depth].body, 0
         if self.shared is not None:  # one of the programs has it
             part, number = divmod(hint(number), hint(loop.extent))
@@ -275,7 +272,7 @@ class RowEmitter(RowTiles):
         self.fixed_numbers[loop.name] = lift(product((number, loop.step)))
         self.scopes, self.depth = [*scopes[: depth + 1], Scope(body, loop)], depth + 1
         yield
-        self.lanes, self.leaves, self.scopes, self.depth = all_lanes, all_leaves, scopes, depth
+        self.where, self.scopes, self.depth = before, scopes, depth
         if self.shared is not None:
             scopes[depth].body.append(If(self.element(self.shared).value.eq(part), body))
         self.hidden = None
@@ -286,7 +283,7 @@ class RowEmitter(RowTiles):
         over a sum that threads wait for."""
         late = [store for store in self.loops.stores if store.value in self.a.after_rows]
         needed = self.needed_by(o for store in late for o in self.read_by(store))
-        rows = self.of_axes(axes_in(self.loops.axes, (ROWS,)))
+        rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
         for n in sorted(needed):
             if n not in self.a.finish and not self.depends[n] & rows:
                 self.tile(n)
@@ -329,7 +326,7 @@ class RowEmitter(RowTiles):
         turn, so four turns load together instead: tl.range(0, most, num_stages=1, loop_unroll_factor=4).
         """
         (axis,) = node.axes
-        (leaf,), within = self.leaves[axis], node.within
+        (leaf,), within = self.where.leaves[axis], node.within
         assert within is not None
         first, last = (self.tile(n) for n in self.loops.axes[axis].bounds)
         coordinates = (i for i, n in enumerate(self.loops.nodes) if isinstance(n, Coordinate))

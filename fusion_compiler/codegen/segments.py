@@ -17,6 +17,8 @@ from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Node, axes_in
 from fusion_compiler.ir.syntax import Literal, Name, Var, every, plus, times, tl
 from fusion_compiler.schedule.analysis import Pieces, pieces_of
+from fusion_compiler.schedule.placed_axes import placed
+from fusion_compiler.schedule.placement import Place
 
 
 class SegmentEmitter(RowEmitter):
@@ -44,7 +46,7 @@ class SegmentEmitter(RowEmitter):
     def states(self, reductions: Sequence[int]) -> list[State]:
         """Return what a pass keeps: a sum that is a multiple of a segment's needs no sum of its own."""
         states = super().states(reductions)
-        if self.loops_of(self.of_axes(self.columns)):
+        if placed(self.where.of_axes(self.columns), Place.LOOP):
             return states
         return [self._scaled(state) if isinstance(state, Plain) else state for state in states]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import prod
 
 import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import Constant, Load, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.loops import Constant, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.boxes import box_of
+from fusion_compiler.schedule.placed_axes import PlacedAxes, elements
 from fusion_compiler.schedule.placement import On, Place, Placement
 from fusion_compiler.schedule.shapes import WARP
 from fusion_compiler.schedule.tile_products import product_of, products_of
@@ -75,8 +75,7 @@ def refusal(
 
 def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
     """Return the elements of each node's tile; none of terms that tensor cores add up."""
-    leaves = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.LANES]
-    sizes = [prod(leaf.lanes for leaf in leaves if leaf.members & axes) for axes in axes_of(loops.nodes)]
+    sizes = [elements(leaves, Place.LANES) for leaves in PlacedAxes.of(loops, placement).depends]
     for number in products_of(loops, placement):
         sizes[operands_of(loops.nodes[number])[0]] = 0
     return sizes
@@ -85,8 +84,7 @@ def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
 def held_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
     computed in their order and results are stored in the end."""
-    unrolled = [leaf for leaf in placement.leaves(loops.axes) if leaf.place is Place.UNROLL]
-    copies = [prod(leaf.lanes for leaf in unrolled if leaf.members & axes) for axes in axes_of(loops.nodes)]
+    copies = [elements(leaves, Place.UNROLL) for leaves in PlacedAxes.of(loops, placement).depends]
     threads, last = WARP * placement.num_warps, dict[int, int]()
     for number, node in enumerate(loops.nodes):
         last |= dict.fromkeys(operands_of(node), number)
@@ -103,14 +101,11 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
 
 def placed_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
-    leaves = placement.leaves(loops.axes)
-    threads, axes = WARP * placement.num_warps, axes_of(loops.nodes)
-    tiles = 0.0
+    where = PlacedAxes.of(loops, placement)
+    threads, tiles = WARP * placement.num_warps, 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):
-            of_sum = [leaf for leaf in leaves if leaf.members & (axes[number] | axes[node.operand])]
-            kept = [leaf for leaf in leaves if leaf.members & axes[number] and leaf.place is Place.UNROLL]
-            lanes = prod(leaf.lanes for leaf in of_sum if leaf.place is Place.LANES)
-            tiles += prod(leaf.lanes for leaf in kept) * max(1.0, lanes / threads)
-    widest = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
-    return tiles + 2 * max(1.0, widest / threads)
+            of_sum, of_result = where.depends[node.operand], where.depends[number]
+            lanes = elements(of_sum | of_result, Place.LANES)
+            tiles += elements(of_result, Place.UNROLL) * max(1.0, lanes / threads)
+    return tiles + 2 * max(1.0, elements(where.lanes, Place.LANES) / threads)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.assemble import build
+from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.loops import LoopNest, Reduce
 from fusion_compiler.ir.plan_data import Cluster
@@ -80,7 +80,7 @@ def test_unlike_schedules_have_launches_of_their_own(fn: Callable[..., Any]) -> 
     more_registers = replace(small, block_rows=1024)
     finishing = fn is row_sums
     for third, launches in ((small, 1), (more_warps, 2), (more_registers, 2)):
-        program = build(key.nests, (small, small, third), "sums", "", buffers)
+        program = build(Nests(key.nests, buffers), (small, small, third), "sums", "")
         assert len(program.kernels) == launches + finishing, third
         assert len({b.name for b in program.scratch}) == (3 if finishing else 6)
         compiled.compiler.runners[key, "interpret"].candidates = (program,)

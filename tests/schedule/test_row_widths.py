@@ -11,7 +11,7 @@ import sympy
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler.codegen.assemble import build
+from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import DEVICES, device_spec
 from fusion_compiler.ir.dims import Dim, strides_of
@@ -117,7 +117,7 @@ def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
             try:
                 first = schedules_of(loops, what, device)[0]
                 if first not in printed:
-                    build((loops,), (first,), "kernel", what, made.buffers)
+                    build(Nests((loops,), made.buffers), (first,), "kernel", what)
             except Exception as error:
                 raise AssertionError(f"{what} for {device.name} of {device.sms}") from error
             printed.add(first)
