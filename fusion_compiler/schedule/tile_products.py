@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, axes_of, operands_of
+from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.analysis import rounding_of
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.placed_axes import PlacedAxes
+from fusion_compiler.schedule.placement import Leaf, On, Placement
 
 MUL = torch.ops.aten.mul.Tensor
 CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -31,8 +32,8 @@ class Product:
     terms: Leaf
 
 
-def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Product | None:
-    """Return the product of tiles that a reduction is, or None if it is none."""
+def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | None:
+    """Return the product of tiles that a reduction is, or None if it is none. where: the nest's axes."""
     node = loops.nodes[number]
     term = loops.nodes[node.operand] if isinstance(node, Reduce) else None
     if not isinstance(node, Reduce) or node.combine != "sum" or node.dtype is not torch.float32:
@@ -40,11 +41,9 @@ def product_of(loops: LoopNest, number: int, leaves: tuple[Leaf, ...]) -> Produc
     factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
     if len(set(factors)) != 2:
         return None
-    axes, lanes = axes_of(loops.nodes), [leaf for leaf in leaves if leaf.place is Place.LANES]
-    tiles = [{leaf for leaf in lanes if leaf.members & axes[factor]} for factor in factors]
+    tiles = [where.depends[factor].intersection(where.lanes) for factor in factors]
     terms, sides = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
-    reduced = {leaf for leaf in leaves if leaf.members & node.axes}
-    if reduced != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
+    if where.of_axes(node.axes) != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
         return None
     (few, vectors), (rows, matrix) = sorted(
         ((next(iter(leaf)), factor) for leaf, factor in zip(sides, factors, strict=True)),
@@ -61,8 +60,8 @@ def products_of(loops: LoopNest, placement: Placement) -> dict[int, Product]:
     names = {d.reduction for d in placement.directives if isinstance(d, On)}
     if not names:
         return {}
-    leaves = placement.leaves(loops.axes)
-    products = ((n, product_of(loops, n, leaves)) for n, name in enumerate(loops.names) if name in names)
+    where = PlacedAxes.of(loops, placement)
+    products = ((n, product_of(loops, n, where)) for n, name in enumerate(loops.names) if name in names)
     return {n: product for n, product in products if product is not None}
 
 

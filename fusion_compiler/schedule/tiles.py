@@ -29,6 +29,7 @@ from fusion_compiler.ir.loops import (
     axes_in,
 )
 from fusion_compiler.schedule.cost import Roofline
+from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
@@ -119,8 +120,8 @@ def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placeme
     size, least = hint(loops.axes[shared].size), _least(loops)
     ones = {k: 1 for k, axis in enumerate(loops.axes) if axis.group != INNER}
     lanes = _placement(loops, [shared, *(k for k in order if k != shared)], ones | {shared: padded(size)}, 1)
-    leaves = lanes.leaves(loops.axes)
-    products = {n: p for n in range(len(loops.nodes)) if (p := product_of(loops, n, leaves)) is not None}
+    where = PlacedAxes.of(loops, lanes)
+    products = {n: p for n in range(len(loops.nodes)) if (p := product_of(loops, n, where)) is not None}
     if size >= LEAST_SHARING and products:
         units = tuple(On(loops.names[n], Unit.TENSOR_CORE) for n in products)
         fair = min(min(p.rows.lanes, p.terms.lanes) for p in products.values()) // SMALLEST

@@ -33,11 +33,6 @@ def refusal(
         leaves = placement.leaves(loops.axes)
     except ValueError as error:
         return str(error)
-    for directive in placement.directives:
-        if isinstance(directive, On):
-            numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
-            if not any(product_of(loops, n, leaves) for n in numbers):
-                return f"{directive}: {directive.reduction} is no sum of products of two tiles"
     copies = 1
     for leaf in leaves:
         if leaf.place in (Place.LANES, Place.UNROLL):
@@ -46,6 +41,12 @@ def refusal(
             copies *= leaf.extent if leaf.place is Place.UNROLL else 1
     if copies > MOST_COPIES:
         return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
+    for directive in placement.directives:
+        if isinstance(directive, On):
+            where = PlacedAxes.of(loops, placement)
+            numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
+            if not any(product_of(loops, n, where) for n in numbers):
+                return f"{directive}: {directive.reduction} is no sum of products of two tiles"
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
     for number, node in enumerate(loops.nodes):
