@@ -19,9 +19,7 @@ from fusion_compiler.codegen import replicated
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
-from fusion_compiler.codegen.finishing import SecondStage, second_stage_of
 from fusion_compiler.codegen.names import GLOBAL
-from fusion_compiler.codegen.partial_reductions import partials_of
 from fusion_compiler.codegen.passes import (
     checked_late,
     joined,
@@ -31,9 +29,15 @@ from fusion_compiler.codegen.passes import (
 )
 from fusion_compiler.codegen.placed import Emitter, PlacedNest, Tile
 from fusion_compiler.codegen.rows import RowEmitter
+from fusion_compiler.codegen.second_stages import (
+    RowStage,
+    Split,
+    row_stage_of,
+    split_by_placement,
+    split_by_segments,
+)
 from fusion_compiler.codegen.segments import SegmentEmitter
 from fusion_compiler.codegen.sizes import name_sizes
-from fusion_compiler.codegen.split_reductions import SplitReductions, split_reductions
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, Store, reads
@@ -137,32 +141,33 @@ def build(
         for a, schedule in zip(analyses, schedules, strict=True)
     )
     scheduled = list(zip(analyses, schedules, strict=True))
-    finishings = [
-        None if isinstance(s, Placement) else second_stage_of(a, s, numbers, tickets) for a, s in scheduled
+    over_rows = [
+        None if isinstance(s, Placement) else row_stage_of(a, s, numbers, tickets) for a, s in scheduled
     ]
-    partials = [
-        split_reductions(a.loops, s, numbers) if isinstance(s, Placement) else partials_of(a, s, numbers)
+    splits = [
+        split_by_placement(a.loops, s, numbers)
+        if isinstance(s, Placement)
+        else split_by_segments(a, s, numbers)
         for a, s in scheduled
     ]
     named = [
-        {**parts.partials, **mailboxes(a, s, i)}
-        for i, ((a, s), parts) in enumerate(zip(scheduled, partials, strict=True))
+        {**split.partials, **mailboxes(a, s, i)}
+        for i, ((a, s), split) in enumerate(zip(scheduled, splits, strict=True))
     ]
     scratch = (
-        *(b for f in finishings if f is not None for b in f.scratch),
+        *(b for stage in over_rows if stage is not None for b in stage.scratch),
         *(b for named_buffers in named for b in named_buffers.values()),
     )
     if any(s.splits > 1 for s in schedules):
         constants = None
     main: list[_Assembly | _Placed] = []
-    for (a, s), finishing, parts, named_buffers in zip(scheduled, finishings, partials, named, strict=True):
+    for (a, s), row_stage, split, named_buffers in zip(scheduled, over_rows, splits, named, strict=True):
         if isinstance(s, Placement):
-            assert isinstance(parts, SplitReductions)
-            main.append(_Placed(a, s, signature, scratch, parts, constants))
+            main.append(_Placed(a, s, signature, scratch, split, constants))
         else:
-            main.append(_Assembly(a, s, signature, scratch, finishing, named_buffers, constants))
-    second = [(f.loops, f.schedule) for f in finishings if f is not None and f.counter is None]
-    second += [pair for parts in partials for pair in parts.finishings]
+            main.append(_Assembly(a, s, signature, scratch, row_stage, named_buffers, constants))
+    second = [(stage.loops, stage.schedule) for stage in over_rows if stage and stage.counter is None]
+    second += [stage for split in splits for stage in split.stages]
     after: list[_Assembly | _Placed] = [
         _Assembly(Analysis(loops), schedule, signature, scratch, constants=constants)
         for loops, schedule in second
@@ -357,12 +362,12 @@ class _Assembly(_Part[Schedule]):
         schedule: Schedule,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        finishing: SecondStage | None = None,
+        row_stage: RowStage | None = None,
         named: Mapping[str, Buffer] | None = None,
         constants: frozenset[str] | None = None,
     ) -> None:
         super().__init__(analysis, schedule, signature, scratch, constants)
-        self.finishing, self.named = finishing, named or {}
+        self.row_stage, self.named = row_stage, named or {}
         self.registers = tile_registers(analysis, schedule)
         self.placement = placement_of(analysis, schedule)
 
@@ -371,7 +376,7 @@ class _Assembly(_Part[Schedule]):
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = self.emitter()
         functions = self.replicated_reductions(emitter, f"{name}_first")
-        body, grid = emitter.rows_program(number, self.finishing)
+        body, grid = emitter.rows_program(number, self.row_stage)
         functions += self.last_program(emitter, f"{name}_last")
         return functions, self.finished(rewritten(body, self.roundings())), grid
 
@@ -410,7 +415,7 @@ class _Assembly(_Part[Schedule]):
         and the loads bypass the L1 cache, which may hold older lines.
         Returns the second stage as a function of its own: its names mean other tiles than the caller's.
         """
-        second = self.finishing
+        second = self.row_stage
         if second is None or second.counter is None:
             return []
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
@@ -443,7 +448,7 @@ class _Placed(_Part[Placement]):
         placement: Placement,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        split: SplitReductions,
+        split: Split,
         constants: frozenset[str] | None = None,
     ) -> None:
         super().__init__(analysis, placement, signature, scratch, constants)

@@ -10,7 +10,7 @@ The structure of the program follows from the placement:
 - For each element of an unrolled axis the statements are repeated. What they have in common is computed once:
   an expression is assigned to one variable in each block. Taps of a convolution that read the same element
   for neighbouring results share the load for that reason.
-- Programs that share a reduced axis each reduce their part of it (`codegen.split_reductions`).
+- Programs that share a reduced axis each reduce their part of it (`codegen.second_stages`).
 - What is known for some elements of unrolled axes is not computed: of a convolution's gradient with strides,
   the taps that meet no element are left out.
 - Lanes and loops that reach past the end of an axis are masked.
@@ -34,7 +34,7 @@ import torch
 from fusion_compiler.codegen import expression, monoids
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.expression import computed, convert
-from fusion_compiler.codegen.split_reductions import Partial, SplitReductions
+from fusion_compiler.codegen.second_stages import Partial, Split
 from fusion_compiler.codegen.tile import (
     Assign,
     Check,
@@ -178,7 +178,7 @@ class Emitter:
         """Return, by node, the leaves on which its value depends."""
         return self.where.depends
 
-    def program(self, number: Expression, split: SplitReductions) -> tuple[list[Statement], tuple[Dim, ...]]:
+    def program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]

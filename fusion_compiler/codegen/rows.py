@@ -2,7 +2,7 @@
 
 Whole rows lie in the lanes, or a loop goes over blocks of their columns. A program of several blocks of rows
 keeps the sums over rows in accumulators. Where several programs share such a sum, each stores its part for
-the second stage (`codegen.finishing`).
+the second stage (`codegen.second_stages`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.by_words import by_words
 from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
-from fusion_compiler.codegen.finishing import SecondStage
 from fusion_compiler.codegen.moments import is_exact, operands, scale_of
 from fusion_compiler.codegen.placed import Scope, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
-from fusion_compiler.codegen.split_reductions import Partial
+from fusion_compiler.codegen.second_stages import RowStage
 from fusion_compiler.codegen.tile import Assign, For, If, Range, Statement
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
@@ -54,7 +53,7 @@ class RowEmitter(RowTiles):
     """Emits a nest of rows and columns."""
 
     def rows_program(
-        self, number: Expression, second: SecondStage | None
+        self, number: Expression, second: RowStage | None
     ) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid. second: the stage that adds up
         the partial results of programs."""
@@ -77,10 +76,8 @@ class RowEmitter(RowTiles):
             self.finish()
         else:
             leaves = tuple(leaf for leaf in placed(rows, Place.GRID) if leaf.extent != 1)
-            columns = tuple(sorted(self.columns))
-            for n, buffer in zip(sums, second.partials, strict=True):
-                axes = columns if COLS in self.a.groups[n] else ()
-                self.store_partial(n, Partial(buffer, axes, leaves))
+            for n, partial in second.partials.items():
+                self.store_partial(n, replace(partial, leaves=leaves))
         return self.scopes[0].body, (product(leaf.extent for leaf in self.where.grid),)
 
     def tile(self, number: int) -> Tile:
@@ -182,7 +179,7 @@ class RowEmitter(RowTiles):
         return [self.reduction(n).operand for n in self.a.across_rows]
 
     def partial_results(self, numbers: Sequence[int]) -> None:
-        """Store the block's part of reductions that keep a part of a group (`codegen.partial_reductions`)."""
+        """Store the block's part of reductions that keep a part of a group (`codegen.second_stages`)."""
         assert not numbers
 
     def needed_in_pass(

@@ -1,4 +1,4 @@
-"""Tile programs with reductions over some rows and over inner columns (`codegen.partial_reductions`)."""
+"""Tile programs with reductions over some rows and over inner columns (`codegen.second_stages`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_compiler.codegen.carried import Plain, State
-from fusion_compiler.codegen.partial_reductions import partials_name
 from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.rows import RowEmitter
+from fusion_compiler.codegen.second_stages import name_of_pieces
 from fusion_compiler.codegen.tile import Combine
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Node, axes_in
@@ -70,7 +70,7 @@ class SegmentEmitter(RowEmitter):
         # A pointer to a block's only piece has the block's shape.
         block = None if len(self.lanes) == 1 else tl.zeros([1, 1], torch.int32)
         place = block if row is None else row.value * pieces.count
-        self.add(StoreStatement(plus(self.pointers[partials_name(number)], place, piece), value, mask))
+        self.add(StoreStatement(plus(self.pointers[name_of_pieces(number)], place, piece), value, mask))
 
     def _scaled(self, state: Plain) -> Plain:
         """Return a sum along the row as a segment sum times values that the block shares: sum(w * x) = w *

@@ -1,0 +1,342 @@
+"""Second stages: loop nests that reduce the partial results of programs which share a reduction.
+
+    s = sum(x, {n})                 split(n, 16); place(n.o, GRID); place(n.i, LOOP)
+    ->
+    partial[n.o] = sum(x, {n.i})    each program, under its placement (`codegen.placed`)
+    s = sum(partial, {n.o})         the second stage, whose rows are the programs
+
+Each program stores a partial result in scratch memory. The second stage reduces the partial results and
+computes every node that waits for them. A second kernel runs it, or the last program to arrive:
+
+- If a sum over rows is one element wide, the last program runs the second stage. An atomic counter finds that
+  program. With many programs the counter would take longer than a second kernel.
+- In a schedule with `Schedule.last_finishes`, the last program of each block of columns runs its part of the
+  row, with one counter per block.
+
+A norm of channels in groups needs the sums of each channel over all samples in addition to those along its
+rows, which are the groups of each sample. The kept axes of such a sum are neither rows nor columns of a tile.
+So each block of a row leaves one partial result for every piece of a segment in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import cast
+
+import torch
+
+from fusion_compiler.ir.dims import Dim, product, strides_of
+from fusion_compiler.ir.kernel import Buffer
+from fusion_compiler.ir.loops import (
+    COLS,
+    ROWS,
+    Axis,
+    Index,
+    Load,
+    LoopNest,
+    Node,
+    Reduce,
+    Store,
+    axes_in,
+    axes_of,
+    operands_of,
+    renumber,
+    renumber_index,
+    renumber_store,
+    row_major,
+    segment_of,
+    store_operands,
+    with_operands,
+)
+from fusion_compiler.schedule.analysis import (
+    Analysis,
+    Pieces,
+    accumulator_dtype,
+    ceil_div,
+    pieces_of,
+    waiting,
+)
+from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.shapes import padded
+
+# Most programs that increment a counter. Each waits until its results have arrived, and one program, with as
+# many warps as the others, reads them all. With 16384, that takes 8 us on an H200, and a second kernel 2.
+MOST_TICKETS = 4096
+# With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
+NARROW, SECTOR = 2048, 8
+TILE = (256, 16, 4)  # rows, columns and warps of other second kernels: two sectors of each row
+
+Stage = tuple[LoopNest, Schedule]  # that a second kernel runs
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A buffer holds the partial results of one reduction.
+
+    buffer: its first dimension numbers the programs that share the reduction.
+    axes: the axes that the reduction keeps, in the order in which they lie in the buffer.
+    leaves: the leaves of the grid that number the programs; the last varies fastest.
+    """
+
+    buffer: Buffer
+    axes: tuple[int, ...]
+    leaves: tuple[Leaf, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a nest needs where its programs share reductions that second kernels finish.
+
+    partials: the buffers, by the names that the nest's emitter uses. kept: the partial results, by reduction,
+    if a placement splits the reductions. stores: the stores that wait for no split reduction.
+    """
+
+    partials: Mapping[str, Buffer]
+    stages: tuple[Stage, ...]
+    kept: Mapping[int, Partial] = field(default_factory=dict[int, Partial])
+    stores: tuple[Store, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowStage:
+    """The second stage of a nest's sums over rows.
+
+    partials: the partial results, by sum.
+    loops, schedule: the nest that adds them up and computes everything that depends on it.
+    programs: how many share the sum.
+    counter: int32 [blocks of columns], counts finished programs if the last of them runs the nest; None for a
+        second kernel.
+    loads: see `early_loads`; empty unless every program loads them.
+    """
+
+    partials: Mapping[int, Partial]
+    loops: LoopNest
+    schedule: Schedule
+    programs: int
+    counter: Buffer | None
+    loads: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        buffers = tuple(partial.buffer for partial in self.partials.values())
+        return buffers if self.counter is None else (*buffers, self.counter)
+
+
+def completed(
+    loops: LoopNest,
+    partials: Mapping[int, Load],
+    axes: tuple[Axis, ...],
+    group: str,
+    moved: Mapping[int, int],
+) -> LoopNest:
+    """Return the nest of some reductions over their partial results, and of the stores that depend on them.
+
+    partials: loads of the partial results, by reduction.
+    group: the group of `axes` over which they are reduced.
+    moved: new numbers of the axes of `loops` that remain.
+    """
+    dependent = waiting(loops, partials)
+    stores_left = [s for s in loops.stores if s.value in dependent]
+    needed = with_operands(loops, (o for s in stores_left for o in store_operands(s)), partials)
+    numbers: dict[int, int] = {}
+    nodes: list[Node] = []
+    names: list[str] = []
+    for number in sorted(needed):
+        node = loops.nodes[number]
+        if number in partials:
+            assert isinstance(node, Reduce)
+            nodes.append(partials[number])
+            names.append("partial")
+            node = Reduce(node.combine, len(nodes) - 1, axes_in(axes, (group,)), node.dtype)
+        else:
+            node = renumber(node, numbers, moved)
+        numbers[number] = len(nodes)
+        nodes.append(node)
+        names.append(loops.names[number])
+    stores = tuple(renumber_store(s, numbers, moved) for s in stores_left)
+    return LoopNest(axes, tuple(nodes), stores, tuple(names))
+
+
+def _partial(loops: LoopNest, number: int, position: int, programs: Dim, kept: Sequence[int]) -> Partial:
+    """Return the partial results of a reduction, [programs, elements of the kept axes]."""
+    node = loops.nodes[number]
+    assert isinstance(node, Reduce)
+    shape = programs, product(loops.axes[k].size for k in kept)
+    buffer = Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
+    return Partial(buffer, tuple(kept))
+
+
+def _over_programs(
+    loops: LoopNest, partials: Mapping[int, Partial], part: Axis, kept: Sequence[int]
+) -> LoopNest:
+    """Return the nest that reduces partial results along axis `part`, which numbers the programs. kept: the
+    axes that remain, as columns."""
+    moved = {k: i for i, k in enumerate(kept, 1)}
+    loads: dict[int, Load] = {}
+    for number, partial in partials.items():
+        steps = strides_of(tuple(loops.axes[k].size for k in partial.axes))
+        terms = ((moved[k], step) for k, step in zip(partial.axes, steps, strict=True))
+        index = Index(0, ((0, partial.buffer.stride[0]), *sorted(terms)))
+        loads[number] = Load(partial.buffer.name, index, None, partial.buffer.dtype)
+    axes = (part, *(replace(loops.axes[k], group=COLS) for k in kept))
+    return completed(loops, loads, axes, part.group, moved)
+
+
+# -- sums over rows ------------------------------------------------------------------------------------------
+
+
+def row_stage_of(
+    analysis: Analysis, schedule: Schedule, numbers: Iterator[int], tickets: Iterator[int]
+) -> RowStage | None:
+    """Return the second stage, or None if there are no sums over rows or one program computes them.
+
+    numbers, tickets: yield the numbers in the names of a cluster's partial results and counters.
+    """
+    programs = schedule.programs or ceil_div(analysis.size(ROWS), schedule.block_rows)
+    if not analysis.across_rows or programs == 1:
+        return None
+    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
+    loops, columns = analysis.loops, sorted(axes_in(analysis.loops.axes, (COLS,)))
+    partials = {
+        n: _partial(loops, n, next(numbers), programs, columns if COLS in analysis.groups[n] else ())
+        for n in analysis.across_rows
+    }
+    is_row = analysis.ends_in_a_row
+    part = Axis("row", programs, ROWS) if is_row else Axis("col", programs, COLS)  # the row of one number
+    nest = _over_programs(loops, partials, part, columns if is_row else ())
+    last = schedule if schedule.last_finishes and is_row else None
+    counter: Buffer | None = None
+    if last is not None or (not is_row and programs <= MOST_TICKETS):
+        ticket, counters = next(tickets), 1 if last is None else _col_blocks(analysis, last)
+        name = f"ticket_{ticket}" if ticket else "ticket"
+        counter = Buffer(name, (counters,), (1,), torch.int32, zeroed=True)
+    loads = {} if last is None or last.block_rows == 1 else early_loads(analysis, nest)
+    return RowStage(partials, nest, _row_schedule(nest, programs, last), programs, counter, loads)
+
+
+def early_loads(analysis: Analysis, late: LoopNest) -> dict[int, int]:
+    """Return the second stage's loads that vary only along columns: number in the nest -> number in the
+    stage.
+
+    A program loads them (a bias, for example) while it waits for memory anyway, before it can know whether it
+    is the last. Then everything left comes from L2, which takes half as long as device memory.
+    """
+    shift = 1 - len(analysis.axes[ROWS])
+    axis_numbers = {i: i + shift for i, axis in enumerate(analysis.loops.axes) if axis.group == COLS}
+    places = {node: i for i, node in enumerate(late.nodes) if isinstance(node, Load)}
+    loads: dict[int, int] = {}
+    for i, node in enumerate(analysis.loops.nodes):
+        if isinstance(node, Load) and not operands_of(node) and analysis.groups[i] == frozenset({COLS}):
+            place = places.get(replace(node, index=renumber_index(node.index, {}, axis_numbers)))
+            loads |= {} if place is None else {i: place}
+    return loads
+
+
+def _col_blocks(analysis: Analysis, schedule: Schedule) -> Dim:
+    """Return the number of blocks into which a schedule divides the columns."""
+    return ceil_div(analysis.size(COLS), schedule.block_cols) if schedule.cols is Cols.GRID else 1
+
+
+def _row_schedule(nest: LoopNest, programs: int, last: Schedule | None) -> Schedule:
+    """Return the schedule of the second stage. last: the schedule of the programs, if the last of a block
+    runs it."""
+    height = padded(programs)
+    if last is not None:  # all partial results of the block at once
+        return Schedule(height, last.block_cols, Cols.GRID, num_warps=last.num_warps)
+    rows = [a for a in nest.axes if a.group == ROWS]
+    if not rows:
+        return Schedule(1, height, Cols.WHOLE, num_warps=min(32, max(4, height // 512)))
+    sizes = [a.size for a in nest.axes if a.group == COLS]
+    is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
+    most, cols = (256, SECTOR) if is_narrow else (64, 32)
+    return Schedule(min(height, most), cols, Cols.GRID, programs=1, num_warps=4)
+
+
+# -- reductions that second kernels finish -------------------------------------------------------------------
+
+
+def split_by_placement(loops: LoopNest, placement: Placement, numbers: Iterator[int]) -> Split:
+    """Return the reductions that programs share under a placement. numbers: the numbers in buffers' names."""
+    leaves = placement.leaves(loops.axes)
+    on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+    in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
+    node_axes = axes_of(loops.nodes)
+    kept: dict[int, Partial] = {}
+    for n, node in enumerate(loops.nodes):
+        shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
+        if shared:
+            axes = sorted(node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
+            programs = product(leaf.extent for leaf in shared)
+            kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
+    late = waiting(loops, kept)
+    stores = tuple(store for store in loops.stores if store.value not in late)
+    nests: list[LoopNest] = []
+    for of_leaves, axes in dict.fromkeys((partial.leaves, partial.axes) for partial in kept.values()):
+        alike = {n: p for n, p in kept.items() if (p.leaves, p.axes) == (of_leaves, axes)}
+        programs = next(iter(alike.values())).buffer.shape[0]
+        nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
+    buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
+    return Split(buffers, tuple((nest, _schedule_of(nest)) for nest in nests), kept, stores)
+
+
+def split_by_segments(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Split:
+    """Return the partial results of reductions that keep a part of a group, and one second stage for all that
+    keep the same axes. numbers: yields the numbers in the buffers' names."""
+    columns, partials = schedule.block_cols, dict[int, Buffer]()
+    for n in analysis.segmented:
+        node, rows = analysis.loops.nodes[n], analysis.size(ROWS)
+        assert isinstance(node, Reduce)
+        shape = (rows, pieces_of(analysis, columns, n).count)
+        partials[n] = Buffer(f"partial_{next(numbers)}", shape, strides_of(shape), accumulator_dtype(node))
+    nests = [
+        _over_pieces(analysis, columns, kept, partials)
+        for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
+    ]
+    named = {name_of_pieces(n): buffer for n, buffer in partials.items()}
+    return Split(named, tuple((nest, _schedule_of(nest)) for nest in nests))
+
+
+def name_of_pieces(number: int) -> str:
+    """Return the name of the partial results of a reduction that keeps a part of a group."""
+    return f"pieces_{number}"
+
+
+def _over_pieces(
+    analysis: Analysis, columns: int, kept: frozenset[int], partials: Mapping[int, Buffer]
+) -> LoopNest:
+    """Return the loop nest whose rows are the remaining reduced axes and whose columns are the kept axes."""
+    loops, sums = analysis.loops, [n for n in partials if analysis.kept(n) == kept]
+    reduced, steps = _axes_of_pieces(analysis, kept, pieces_of(analysis, columns, sums[0]))
+    moved = {k: len(reduced) + i for i, k in enumerate(sorted(kept))}
+    terms = {**{i: step for i, (_, step) in enumerate(reduced)}, **{moved[k]: steps[k] for k in kept}}
+    axes = [Axis(f"row_{i}", size, ROWS) for i, (size, _) in enumerate(reduced)]
+    axes += [Axis(f"col_{i}", loops.axes[k].size, COLS) for i, k in enumerate(sorted(kept))]
+    index = Index(0, tuple(sorted(terms.items())))
+    loads = {n: Load(partials[n].name, index, None, partials[n].dtype) for n in sums}
+    return completed(loops, loads, tuple(axes), ROWS, moved)
+
+
+def _axes_of_pieces(
+    analysis: Analysis, kept: frozenset[int], pieces: Pieces
+) -> tuple[list[tuple[Dim, Dim]], dict[int, Dim]]:
+    """Return the layout of the partial results: (size, step) of the axes left to reduce, and the step of
+    each kept axis."""
+    steps = {k: product((step, pieces.count)) for k, step in row_major(analysis.axes[ROWS], 0)}
+    reduced = [(analysis.loops.axes[k].size, step) for k, step in steps.items() if k not in kept]
+    segment = segment_of(analysis.loops, kept)
+    reduced.append((pieces.count if segment is None else segment // pieces.columns, 1))
+    for k, step in row_major(analysis.axes[COLS], analysis.first[COLS]):
+        assert isinstance(step, int), "segments have a known size"
+        steps[k] = step // pieces.columns
+    return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
+
+
+def _schedule_of(nest: LoopNest) -> Schedule:
+    """Return the schedule of a nest that reduces partial results along its rows."""
+    rows = product(a.size for a in nest.axes if a.group == ROWS)
+    assert isinstance(rows, int), "the partial results of a sum have a known number"
+    height, width, warps = TILE
+    return Schedule(min(height, padded(rows)), width, Cols.GRID, programs=1, num_warps=warps)
