@@ -242,6 +242,16 @@ def test_attention_that_is_written_out_may_be_written_into() -> None:
     assert judge(given) == Verdict("right")
 
 
+def test_the_query_of_attention_that_is_written_out_may_be_written_into() -> None:
+    """A gradient of products does not read it, and that of the fused kernel does."""
+    shape = ((8, 4, 16),)
+    inputs = Input(0, shape, "float16", "normal", gradient=True), Input(1, shape, "float16", "normal")
+    attention = "v1 = torch.softmax(v0 @ a1.mT * v0.shape[-1] ** -0.5, -1) @ a1"
+    given = Program(inputs, ("v0 = a0 * 1", attention, "v0.mul_(2)"), ("v1",))
+    assert "attention" in given.fused_function.__code__.co_names
+    assert judge(given) == Verdict("right")
+
+
 def test_written_attention_of_drawn_programs_is_known() -> None:
     drawn = (draw(seed) for seed in range(500))
     written = [p for p in drawn if "torch.softmax(" in p.body and " @ " in p.body and ".mT" in p.body]
