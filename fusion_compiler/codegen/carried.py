@@ -213,7 +213,7 @@ class Moments:
         return mean, squares
 
     def fold(self, e: RowTiles, state: Sequence[Var]) -> None:
-        """The state already is one value per row."""
+        """Do nothing: the state already is one value per row."""
 
     def end(self, e: RowTiles, state: Sequence[Var]) -> None:
         self.step(e, state)

@@ -154,7 +154,7 @@ class Leaf:
 
     @property
     def lanes(self) -> int:
-        """The number of elements that a tile has of it, a power of two."""
+        """Return the number of elements that a tile has of the leaf, a power of two."""
         assert isinstance(self.extent, int)
         return padded(self.extent)
 
