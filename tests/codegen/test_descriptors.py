@@ -266,7 +266,7 @@ def test_a_box_is_one_bulk_copy_where_the_target_has_them(dtype: torch.dtype, bl
     (kernel,) = program_of(loops, buffers, placement).kernels
     assert kernel.source.count("in0_box.load(") == 9
     assert BULK in compile_for(kernel, "sm_90").asm["ptx"]
-    assert BULK not in compile_for(kernel, "sm_80").asm["ptx"]
+    assert BULK not in compile_for(kernel, "sm_89").asm["ptx"]  # where Triton 3.6 begins to convert float8
 
 
 def test_offsets_have_32_bits_where_addresses_need_more() -> None:
