@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, scaled_dot_product_attention
+from torch.nn.functional import batch_norm, layer_norm, scaled_dot_product_attention
 
 from fusion_compiler.errors import FusionWarning
 from tests.random_programs.generate import draw
@@ -185,6 +185,16 @@ def test_zero_times_an_infinite_weight_of_a_norm_is_nobodys() -> None:
             results.append(layer_norm(x, [5], weight))
     kinds = [{str(r[0, k].item()) for r in results} for k in range(5)]
     assert kinds == [{"-inf"}, {"-inf"}, {"nan", "inf", "-inf"}, {"-inf"}, {"inf"}]
+
+
+def test_a_batch_norm_updates_its_running_statistics_once() -> None:
+    x, weight = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)), torch.ones(3)
+    means, variances = zip(*((torch.zeros(3), torch.ones(3)) for _ in range(2)), strict=True)
+    batch_norm(x, means[0], variances[0], weight, weight, training=True)
+    with RandomRounding(1):
+        batch_norm(x, means[1], variances[1], weight, weight, training=True)
+    torch.testing.assert_close(*means)
+    torch.testing.assert_close(*variances)
 
 
 def test_attention_that_is_written_out_may_round_as_one_call() -> None:

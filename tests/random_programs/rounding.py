@@ -96,7 +96,9 @@ class RandomRounding(TorchDispatchMode):
         if name in NORMALIZING:
             wide = tree_map(self._centred, wide, result)
         if name in WEIGHTED:
-            bare = func(*(None if i in WEIGHTED[name] else x for i, x in enumerate(wide_args)), **wide_kwargs)
+            # copies, as a batch norm updates its running statistics in each call
+            bare_args = [None if i in WEIGHTED[name] else self._wide(x) for i, x in enumerate(wide_args)]
+            bare = func(*bare_args, **wide_kwargs)
             wide = (self._undecided(wide[0], bare[0], result[0]), *wide[1:])
         if name in CANCELLING and isinstance(wide, Tensor):
             tensors = [a for a in wide_args if isinstance(a, Tensor)]
