@@ -145,7 +145,7 @@ def build(
         None if isinstance(s, Placement) else row_stage_of(a, s, numbers, tickets) for a, s in scheduled
     ]
     splits = [
-        split_by_placement(a.loops, s, numbers)
+        split_by_placement(a, s, numbers)
         if isinstance(s, Placement)
         else split_by_segments(a, s, numbers)
         for a, s in scheduled

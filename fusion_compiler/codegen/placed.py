@@ -156,7 +156,7 @@ class Emitter:
         self.where = PlacedAxes.of(loops, placement)
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
-        self.products, self.node_axes = products_of(loops, placement), analysis.node_axes
+        self.products, self.node_axes = products_of(loops, placement, self.where), analysis.node_axes
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
         unrolled = placed(leaves, Place.UNROLL)
         self.unrolled = [[leaf for leaf in unrolled if leaf in of_node] for of_node in self.depends]
@@ -765,7 +765,8 @@ class Emitter:
             tiles = [self.typed(n) for n in floats.operands()]
             return self.joined(floats.value(lambda n: self.typed(n).value), *tiles)
         if (byte := widened_byte(self.loops, node)) is not None:
-            return replace(self.typed(byte), value=fm.from_byte(self.typed(byte).value))
+            tile = self.typed(byte)
+            return replace(tile, value=fm.from_byte(tile.value))
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
         literals = [n for n in numbers if isinstance(tiles[n].value, Literal)]

@@ -40,7 +40,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     axes_in,
-    axes_of,
     operands_of,
     renumber,
     renumber_index,
@@ -88,7 +87,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Split:
-    """What a nest needs where its programs share reductions that second kernels finish.
+    """A Split holds what a nest needs if its programs share reductions that second kernels finish.
 
     partials: the buffers, by the names that the nest's emitter uses. kept: the partial results, by reduction,
     if a placement splits the reductions. stores: the stores that wait for no split reduction.
@@ -258,17 +257,16 @@ def _row_schedule(nest: LoopNest, programs: int, last: Schedule | None) -> Sched
 # -- reductions that second kernels finish -------------------------------------------------------------------
 
 
-def split_by_placement(loops: LoopNest, placement: Placement, numbers: Iterator[int]) -> Split:
+def split_by_placement(analysis: Analysis, placement: Placement, numbers: Iterator[int]) -> Split:
     """Return the reductions that programs share under a placement. numbers: the numbers in buffers' names."""
-    leaves = placement.leaves(loops.axes)
+    loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
-    node_axes = axes_of(loops.nodes)
     kept: dict[int, Partial] = {}
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
         if shared:
-            axes = sorted(node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
+            axes = sorted(analysis.node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
             programs = product(leaf.extent for leaf in shared)
             kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
     late = waiting(loops, kept)

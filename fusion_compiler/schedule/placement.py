@@ -150,7 +150,7 @@ class Leaf:
     order: int
 
     def __hash__(self) -> int:
-        return hash(self.name)
+        return hash(self.name)  # which differs among the leaves of a placement; other fields take longer
 
     @property
     def lanes(self) -> int:

@@ -55,12 +55,15 @@ def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | Non
     return Product(matrix, vectors, rows, few, terms_leaf)
 
 
-def products_of(loops: LoopNest, placement: Placement) -> dict[int, Product]:
-    """Return the reductions that tensor cores make under a placement."""
+def products_of(
+    loops: LoopNest, placement: Placement, where: PlacedAxes | None = None
+) -> dict[int, Product]:
+    """Return the reductions that tensor cores make under a placement. where: the nest's axes, if they are
+    known."""
     names = {d.reduction for d in placement.directives if isinstance(d, On)}
     if not names:
         return {}
-    where = PlacedAxes.of(loops, placement)
+    where = where or PlacedAxes.of(loops, placement)
     products = ((n, product_of(loops, n, where)) for n, name in enumerate(loops.names) if name in names)
     return {n: product for n, product in products if product is not None}
 

@@ -76,8 +76,12 @@ def refusal(
 
 def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
     """Return the elements of each node's tile; none of terms that tensor cores add up."""
-    sizes = [elements(leaves, Place.LANES) for leaves in PlacedAxes.of(loops, placement).depends]
-    for number in products_of(loops, placement):
+    return _tile_sizes(loops, placement, PlacedAxes.of(loops, placement))
+
+
+def _tile_sizes(loops: LoopNest, placement: Placement, where: PlacedAxes) -> list[int]:
+    sizes = [elements(leaves, Place.LANES) for leaves in where.depends]
+    for number in products_of(loops, placement, where):
         sizes[operands_of(loops.nodes[number])[0]] = 0
     return sizes
 
@@ -85,13 +89,14 @@ def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
 def held_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
     computed in their order and results are stored in the end."""
-    copies = [elements(leaves, Place.UNROLL) for leaves in PlacedAxes.of(loops, placement).depends]
+    where = PlacedAxes.of(loops, placement)
+    copies = [elements(leaves, Place.UNROLL) for leaves in where.depends]
     threads, last = WARP * placement.num_warps, dict[int, int]()
     for number, node in enumerate(loops.nodes):
         last |= dict.fromkeys(operands_of(node), number)
     last |= dict.fromkeys((store.value for store in loops.stores), len(loops.nodes))
-    held, most = dict[int, float](), 0.0
-    for number, (node, lanes) in enumerate(zip(loops.nodes, tile_sizes(loops, placement), strict=True)):
+    held, most, sizes = dict[int, float](), 0.0, _tile_sizes(loops, placement, where)
+    for number, (node, lanes) in enumerate(zip(loops.nodes, sizes, strict=True)):
         if not isinstance(node, Constant) and lanes:
             size = 1 if node.dtype is torch.bool else node.dtype.itemsize
             held[number] = copies[number] * max(1.0, lanes / threads) * size / 4

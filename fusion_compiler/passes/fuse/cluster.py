@@ -32,7 +32,7 @@ from fusion_compiler.passes.patterns.match import Match
 
 
 def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:
-    """What the kernel does: the patterns that it holds whole, the names of its other ops."""
+    """Return a name that says what the kernel does: its whole patterns, and the names of its other ops."""
     skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where", "uniform"}
     first = {next(n for n in ops if n in set(m.ops)): m.name for m in matches}
     covered = {n for m in matches for n in m.ops} - first.keys()
@@ -136,7 +136,7 @@ def _notes(dag: OpDag) -> dict[str, str]:
 
 
 def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> dict[str, str]:
-    """What the plan says of a graph most of whose products have few tokens in flight, in time."""
+    """Return what the plan says about a graph if products of few tokens take most of its products' time."""
     tokens = {op.name: tokens_of(op, setting.hints) for op in map(dag.op, dag.order)}
     every = [dag.op(name) for name, number in tokens.items() if number < inf]
     few = [op for op in every if tokens[op.name] <= FEW_ROWS]
