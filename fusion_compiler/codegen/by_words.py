@@ -7,6 +7,11 @@ A factor that all terms of a word share, such as the scale of a group of weights
 
     of_words = fm.repeated(tl.load(in2_ptr + row * 16 + col_o * 16 + col_i_by_128), 16)
     row_sum += tl.sum(tl.reshape(in0 * sub, [4, 256, 8]), axis=2) * of_words
+
+A thread would load sixteen elements of a matrix of bytes together, but eight of a vector of two bytes. Triton
+would then move the products between threads. Thus the matrix is loaded by words of eight elements as well:
+
+    in1 = tl.load(in1_ptr + tl.max_contiguous(row * 2048 + col, [1, 8]))
 """
 
 from __future__ import annotations
@@ -85,7 +90,20 @@ def by_words(e: RowTiles, state: State) -> State:
     """Return the state with which a loop keeps a reduction, by words if it is a sum of products."""
     if not isinstance(state, Plain) or state.number not in e.a.weighted:
         return state
-    full_loads = (n for i, n in enumerate(e.loops.nodes) if isinstance(n, Load) and e.is_full(i))
-    widest = max((e.dtypes[n.buffer].itemsize for n in full_loads), default=4)
+    full = [n for i, n in enumerate(e.loops.nodes) if isinstance(n, Load) and e.is_full(i)]
+    widest = max((e.dtypes[n.buffer].itemsize for n in full), default=4)
     word = min(2 * WORD // widest, WORD, e.lanes[-1].lanes)
-    return ByWords(state.number, word) if word > 1 else state
+    if word <= 1:
+        return state
+    lane = {e.lanes[-1]}
+    beside = (n for n in e.loops.nodes if isinstance(n, Load) and e.where.of_index(n.index) & lane)
+    if any(e.dtypes[n.buffer].itemsize == 2 for n in beside):
+        e.by_words |= {n: word for n in full if e.dtypes[n.buffer].itemsize == 1 and _is_contiguous(e, n)}
+    return ByWords(state.number, word)
+
+
+def _is_contiguous(e: RowTiles, load: Load) -> bool:
+    """True if neighbouring columns of a tile are neighbours in memory."""
+    leaf, terms = e.lanes[-1], e.where.merged(load.index).terms
+    along = [(k, step) for k, step in terms if k < 0 or leaf in e.where.of_axes((k,))]
+    return along == [(leaf.axis, 1)] and leaf.step == 1

@@ -90,8 +90,8 @@ def neutral(reduce: Reduce | Scan) -> Expression:
     return Literal(value)
 
 
-def fold(reduce: Reduce, tile: Expression, axis: int, keep: bool, plain: bool = False) -> Expression:
-    """Return a tile reduced along one dimension. plain: NaN need not be propagated."""
+def fold(reduce: Reduce, tile: Expression, axis: int | None, keep: bool, plain: bool = False) -> Expression:
+    """Return a tile reduced along one dimension, or all for None. plain: NaN need not be propagated."""
     monoid = MONOIDS[reduce.combine]
     if monoid.floats is not None and reduce.dtype.is_floating_point and not plain:
         return monoid.floats(tile, axis, keep)

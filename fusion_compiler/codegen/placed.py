@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -79,9 +79,10 @@ from fusion_compiler.ir.syntax import (
 )
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, operand_of, rounding_of
 from fusion_compiler.schedule.boxes import Box, box_of
+from fusion_compiler.schedule.contractions import column_parts
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, Place, Placement
-from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, Product, products_of
+from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, products_of
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -199,17 +200,20 @@ class Emitter:
 
     def load_first(self) -> None:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
-        reduction, for which threads wait. Programs with loops load as they go."""
+        reduction, for which threads wait. Programs with loops load as they go. What all programs read, such
+        as a norm's weight, is in the cache and need not occupy registers until then."""
         lanes = frozenset(self.lanes)
         leaves = self.where.of_axes(self.where.leaves)
         repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
-        factors = {self.source(n) for p in self.products.values() for n in (p.matrix, p.vectors)}
+        factors = {self.source(of[0]): of for of in self.factors_as_held()}
         for number in () if repeats else sorted(self.needed):
             node = self.loops.nodes[number]
             if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
                 continue
-            if number in factors and self.held(number) in ONE:
-                self.loaded_as_held(node)
+            if self.depends[number].isdisjoint(self.where.grid):
+                continue
+            if number in factors:
+                self.factor(*factors[number])
             else:
                 self.tile(number)
 
@@ -237,14 +241,15 @@ class Emitter:
             return Tile(self.fixed_numbers.get(leaf.name) or self.loop_variables[leaf.name])
         if leaf.place in (Place.GRID, Place.SHARED):
             return self.scopes[0].tiles.get(leaf.name, Tile(Literal(0)))  # the only one has no variable
-        if leaf.name not in self.scopes[0].tiles:
+        key = (leaf.name, self.lanes)
+        if key not in self.scopes[0].tiles:
             lanes = tl.arange(0, leaf.lanes)
             if len(self.lanes) > 1:
                 lanes = lanes[tuple(slice(None) if other is leaf else None for other in self.lanes)]
             with self.in_scope(0):
                 lanes = self.let(self.name_of(leaf), lanes)
-            self.scopes[0].tiles[leaf.name] = Tile(lanes, frozenset({leaf}), True)
-        return self.scopes[0].tiles[leaf.name]
+            self.scopes[0].tiles[key] = Tile(lanes, frozenset({leaf}), True)
+        return self.scopes[0].tiles[key]
 
     def name_of(self, lanes: Leaf) -> str:
         """Return the name of the variable that numbers lanes."""
@@ -270,7 +275,7 @@ class Emitter:
         """Return the sum of some leaves' numbers as a tile, or None if there are none. unit: the elements, a
         divisor of their steps, that count as one."""
         leaves = tuple(leaves)
-        home, key = self.home(leaves), (name, leaves, unit)
+        home, key = self.home(leaves), (name, leaves, unit, self.lanes)
         if (tile := self.scopes[home].tiles.get(key)) is not None:
             return tile
         parts = [self.part(leaf, unit) for leaf in self.where.moving(leaves)]
@@ -536,7 +541,7 @@ class Emitter:
         if (length := self.run_length(node)) > 1:
             tile = self.repeated(replace(node, within=None), length)
             return self.zero_outside(within, tile, node) if within else tile
-        index = self.index(node.index)
+        index = self.place_of(node)
         if node.buffer in self.empty:
             return self.joined(tl.full(self.shape(index.lanes), 0, node.dtype), index)
         loose = self.axes_of(node.index) - self.guarded(node)
@@ -546,6 +551,10 @@ class Emitter:
         value = value if as_held else convert(value, self.dtypes[node.buffer], node.dtype)
         tile = self.joined(value, pointer)
         return self.zero_outside(within, tile, node) if len(needed) < len(within) else tile
+
+    def place_of(self, node: Load) -> Tile:
+        """Return the element numbers of a load."""
+        return self.index(node.index)
 
     def load_at(self, node: Load, pointer: Expression, mask: Expression | None) -> Expression:
         """Return what lies at some addresses, in the buffer's dtype, and zero outside of a mask."""
@@ -906,8 +915,9 @@ class Emitter:
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = placed(self.where.reduced_by(node), Place.LOOP)
-        if number in self.products:
-            return self.product(number, self.products[number])
+        if number in self.products and not around:
+            total = self.let("products", self.multiplied(number, self.no_products(number)))
+            return self.product(number, total)
         if not around:
             state, variants = None, self.variants(self.where.reduced_by(node))
             for elements in variants:
@@ -935,8 +945,11 @@ class Emitter:
                 assert isinstance(reduce, Reduce)
                 for inner in self.variants(self.where.reduced_by(reduce)):
                     with self.fixed(elements | inner):
-                        if (term := self.term(n, reduce)) is not None:
-                            self.add(monoids.step(reduce, cast(Var, state.value), term.value))
+                        total = cast(Var, state.value)
+                        if n in self.products:
+                            self.add(Assign((total,), self.multiplied(n, total, self.warps_along(n))))
+                        elif (term := self.term(n, reduce)) is not None:
+                            self.add(monoids.step(reduce, total, term.value))
         for (n, elements), state in zip(together, states, strict=True):
             reduce = self.loops.nodes[n]
             assert isinstance(reduce, Reduce)
@@ -947,43 +960,79 @@ class Emitter:
         assert tile is not None
         return tile
 
-    def product(self, number: int, of: Product) -> Tile:
-        """Return a sum of products that tensor cores make.
-
-        They multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is left
-        out is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
-        """
+    def multiplied(self, number: int, total: Expression, split: int = 1) -> Expression:
+        """Return the sums of a product, in parts, with the terms of the open block added to `total`."""
+        of = self.products[number]
         matrix, vectors = self.factor(of.matrix, of.rows, of.terms), self.factor(of.vectors, of.few, of.terms)
+        return fm.contract(matrix, vectors, total, *self.bfloat16_terms(number), *([split] if split > 1 else []))
+
+    def bfloat16_terms(self, number: int) -> tuple[int, int, int]:
+        """Return the bfloat16 numbers that represent an element of a product's matrix, and one of its
+        vectors, and the parts of its sums.
+
+        Tensor cores multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is
+        left out is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
+        """
+        of = self.products[number]
         of_matrix = 1 if self.held(of.matrix) in ONE else 2
         of_vectors = 1 if self.held(of.vectors) in ONE else 2 if number in self.fp16 else 3
-        parts = 4 if of_vectors > 2 else max(of_matrix, of_vectors)
-        zeros = tl.zeros([of.rows.lanes, of.few.lanes * parts], torch.float32)
-        contracted = fm.contract(matrix, vectors, zeros, of_matrix, of_vectors, parts)
-        value: Expression = self.let("products", contracted, number)
+        return of_matrix, of_vectors, 4 if of_vectors > 2 else max(of_matrix, of_vectors)
+
+    def no_products(self, number: int, split: int = 1) -> Expression:
+        """Return the sums of no terms. split: each warp adds up some of a block's terms."""
+        of = self.products[number]
+        shape = [of.rows.lanes, of.few.lanes * self.bfloat16_terms(number)[-1]]
+        return tl.zeros([split, *shape] if split > 1 else shape, torch.float32)
+
+    def warps_along(self, number: int) -> int:
+        """Return the parts of a block's terms that a loop adds up apart, one for each warp."""
+        of = self.products[number]
+        return column_parts(of.rows.lanes, of.terms.lanes, self.placement.num_warps)
+
+    def product(self, number: int, value: Expression) -> Tile:
+        """Return a sum of products that tensor cores make, of its parts."""
+        of, (*_, parts) = self.products[number], self.bfloat16_terms(number)
         if parts > 1:
             value = self.let("products", fm.contracted(value, parts))
         if of.few.order < of.rows.order:
             value = tl.trans(value)
         lanes = frozenset({of.rows, of.few})
-        return Tile(self.let("product", tl.reshape(value, self.shape(lanes))), lanes, True)
+        return Tile(self.let("product", tl.reshape(value, self.shape(lanes)), number), lanes, True)
 
     def factor(self, number: int, side: Leaf, terms: Leaf) -> Expression:
-        """Return a factor's tile [side, terms], zero where no term is. What bfloat16 holds stays as it is."""
-        source = self.loops.nodes[self.source(number)]
-        if isinstance(source, Load) and self.held(number) in ONE:
-            tile = self.loaded_as_held(source)
-        else:
-            tile = self.tile(number)
+        """Return a factor's tile [side, terms], zero where no term is. What bfloat16 holds stays as it is,
+        and its tile has no other dimensions: tensor cores read it from where loads put it."""
+        first, last = sorted((side, terms), key=lambda leaf: leaf.order)
+        source, is_held = self.loops.nodes[self.source(number)], self.is_held(number)
         axes, leaves = frozenset({side.axis, terms.axis}), frozenset({side, terms})
-        zero = {axis for axis in axes if self.is_zero_outside(number, axis)}
-        value, mask = tile.value, self.inside(axes - zero)
-        if mask is not None:
-            value = tl.where(mask.value, value, 0.0)
-        if tile.lanes != leaves:
-            value = tl.broadcast_to(value, self.shape(leaves))
-        ordered = sorted((side, terms), key=lambda leaf: leaf.order)
-        value = tl.reshape(value, Items(tuple(Literal(leaf.lanes) for leaf in ordered)))
-        return value if ordered[0] is side else tl.trans(value)
+        axes -= {axis for axis in axes if self.is_zero_outside(number, axis)}
+        with self.dimensions((first, last) if is_held else self.lanes):
+            tile = self.loaded_as_held(source) if is_held and isinstance(source, Load) else self.tile(number)
+            value, mask = tile.value, self.inside(axes)
+            if mask is not None:
+                value = tl.where(mask.value, value, 0.0)
+            if tile.lanes != leaves:
+                value = tl.broadcast_to(value, self.shape(leaves))
+        if not is_held:
+            value = tl.reshape(value, Items((Literal(first.lanes), Literal(last.lanes))))
+        return value if first is side else tl.trans(value)
+
+    def factors_as_held(self) -> Iterator[tuple[int, Leaf, Leaf]]:
+        """Yield the factors that are loaded from a buffer whose numbers bfloat16 holds, and their axes."""
+        for of in self.products.values():
+            sides = ((of.matrix, of.rows, of.terms), (of.vectors, of.few, of.terms))
+            yield from (each for each in sides if self.is_held(each[0]))
+
+    def is_held(self, number: int) -> bool:
+        """True if a factor is loaded from a buffer whose numbers bfloat16 holds."""
+        return isinstance(self.loops.nodes[self.source(number)], Load) and self.held(number) in ONE
+
+    @contextmanager
+    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
+        """Emit tiles that have these dimensions."""
+        before, self.where = self.where, replace(self.where, lanes=lanes)
+        yield
+        self.where = before
 
     def source(self, number: int) -> int:
         """Return the node whose number this one is, in another dtype."""
@@ -1021,6 +1070,9 @@ class Emitter:
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
+        if number in self.products:
+            zeros = self.no_products(number, self.warps_along(number))
+            return Tile(self.state("products", zeros), is_block=True)
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
         lanes = self.lanes_of_state(node)
@@ -1096,12 +1148,19 @@ class Emitter:
     ) -> Tile:
         """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
         fold."""
-        several = len(self.lanes) > 1
-        for leaf in reversed(placed(self.where.reduced_by(node), Place.LANES)):  # neighbours first
-            axis, key = self.lanes.index(leaf), None if join_key is None else (join_key, state.lanes)
+        if number in self.products:
+            is_split = self.warps_along(number) > 1
+            total = self.let("products", tl.sum(state.value, axis=0)) if is_split else state.value
+            return self.product(number, total)
+        several, folds = len(self.lanes) > 1, placed(self.where.reduced_by(node), Place.LANES)
+        steps = [(self.lanes.index(leaf), frozenset({leaf})) for leaf in reversed(folds)]  # neighbours first
+        if len(folds) > 1 and state.lanes == frozenset(folds) == frozenset(self.lanes):
+            steps = [(None, state.lanes)]  # one exchange between threads in place of one for each dimension
+        for axis, leaves in steps:
+            key = None if join_key is None else (join_key, state.lanes)
             combined = Combine(node, (state.value,), axis, several, number in self.plain_maxima, key)
             value = self.let(base or node.combine, combined, number)
-            state = Tile(value, state.lanes - {leaf}, several)
+            state = Tile(value, state.lanes - leaves, several)
         return state
 
     # -- stores --------------------------------------------------------------------------------------------

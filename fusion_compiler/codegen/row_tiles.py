@@ -64,6 +64,7 @@ class RowTiles(Emitter):
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
         self.rest = 0  # columns of the last block
+        self.by_words: dict[Load, int] = {}  # load -> elements that a thread loads together
         self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
 
     def reduction(self, number: int) -> Reduce:
@@ -117,6 +118,13 @@ class RowTiles(Emitter):
             return self.load_options
         policy = Literal("evict_first" if self.is_last_pass else "evict_last")
         return {**self.load_options, "eviction_policy": policy}
+
+    def place_of(self, node: Load) -> Tile:
+        place = super().place_of(node)
+        if node not in self.by_words:
+            return place
+        runs = [1] * (len(self.lanes) - 1) + [self.by_words[node]]
+        return replace(place, value=tl.max_contiguous(place.value, runs))
 
     def compute(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -117,8 +117,9 @@ class RowEmitter(RowTiles):
             nodes = self.loops.nodes
             plain = (n for n in needed if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
             first = (*first, *sorted(n for n in plain if n not in in_pairs))
-        self.compute((*first, *sorted(needed)))
-        self.partial_results(self.a.segmented)
+        self.compute(first)
+        self.partial_results(self.a.segmented)  # before the row's reductions: fewer tiles wait for those
+        self.compute(sorted(needed))
         self.store_rows(stores)
 
     def matrices(self, needed: Iterable[int]) -> list[int]:

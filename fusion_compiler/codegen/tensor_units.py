@@ -11,6 +11,8 @@ Kernels import them through `math.py`.
 import triton
 import triton.language as tl
 
+from fusion_compiler.codegen.conversions import to_bfloat16
+
 
 @triton.jit
 def stack(x, y):
@@ -34,9 +36,9 @@ def in_parts(x, parts: tl.constexpr):
 
 
 @triton.jit
-def beyond(x, part):
-    """Return the rest of x after `part`, its bfloat16 value; 0 if x is infinite."""
-    left = x - part.to(tl.float32)
+def beyond_bfloat16(x):
+    """Return the rest of x beyond its bfloat16 value; 0 if x is infinite."""
+    left = x - to_bfloat16(x)
     return tl.where(left == left, left, 0.0)
 
 
@@ -51,10 +53,10 @@ def in_terms(x, terms: tl.constexpr, parts: tl.constexpr, shift: tl.constexpr):
     zero = tl.zeros_like(x_0)
     x_1, x_2 = zero, zero
     if terms > 1:
-        left = beyond(x, x_0)
+        left = beyond_bfloat16(x)
         x_1 = left.to(tl.bfloat16)
         if terms > 2:
-            x_2 = beyond(left, x_1).to(tl.bfloat16)
+            x_2 = beyond_bfloat16(left).to(tl.bfloat16)
     if shift:
         x_0, x_1, x_2 = zero, x_0, x_1
     if parts == 1:
@@ -108,7 +110,7 @@ def contract(
     rounded = matrix.to(tl.bfloat16)
     total = add_product(total, rounded, in_terms(vectors, vector_terms, parts, False), split)
     if matrix_terms > 1:
-        left = beyond(matrix, rounded).to(tl.bfloat16)
+        left = beyond_bfloat16(matrix).to(tl.bfloat16)
         total = add_product(total, left, in_terms(vectors, vector_terms, parts, True), split)
     return total
 
@@ -126,15 +128,15 @@ def contract_apart(
     """Return (main, rest), each [m, n], plus the product of the bfloat16 values, and plus the products of
     the rests."""
     rounded, x_0 = matrix.to(tl.bfloat16), vectors.to(tl.bfloat16)
-    left = beyond(vectors, x_0)
+    left = beyond_bfloat16(vectors)
     x_1 = left.to(tl.bfloat16)
     main = add_product(main, rounded, x_0, split)
     if vector_terms > 1:
         rest = add_product(rest, rounded, x_1, split)
         if vector_terms > 2:
-            rest = add_product(rest, rounded, beyond(left, x_1).to(tl.bfloat16), split)
+            rest = add_product(rest, rounded, beyond_bfloat16(left).to(tl.bfloat16), split)
     if matrix_terms > 1:
-        rounded = beyond(matrix, rounded).to(tl.bfloat16)
+        rounded = beyond_bfloat16(matrix).to(tl.bfloat16)
         rest = add_product(rest, rounded, x_0, split)
         if vector_terms > 1:
             rest = add_product(rest, rounded, x_1, split)

@@ -33,6 +33,7 @@ from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variabl
 class Combine:
     """The reduction of one tile along an axis, or of several tiles with one barrier.
 
+    axis: the dimension, or None for all of them.
     keep: keep the axis with one element.
     plain: a maximum need not propagate NaN.
     join_key: two sums with equal keys may be reduced together (`passes.joined`); None forbids it.
@@ -40,7 +41,7 @@ class Combine:
 
     reduce: Reduce
     tiles: tuple[Expression, ...]
-    axis: int
+    axis: int | None
     keep: bool
     plain: bool = False
     join_key: object = None

@@ -9,8 +9,8 @@ import torch
 
 from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.analysis import rounding_of
-from fusion_compiler.schedule.placed_axes import PlacedAxes
-from fusion_compiler.schedule.placement import Leaf, On, Placement
+from fusion_compiler.schedule.placed_axes import PlacedAxes, placed
+from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 
 MUL = torch.ops.aten.mul.Tensor
 CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -43,7 +43,8 @@ def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | Non
         return None
     tiles = [where.depends[factor].intersection(where.lanes) for factor in factors]
     terms, sides = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
-    if where.of_axes(node.axes) != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
+    reduced = frozenset(placed(where.reduced_by(node), Place.LANES))
+    if reduced != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
         return None
     (few, vectors), (rows, matrix) = sorted(
         ((next(iter(leaf)), factor) for leaf, factor in zip(sides, factors, strict=True)),

@@ -13,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 import fusion_compiler as fc
 from benchmarks.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
 from benchmarks.block_scaled import swiglu as swiglu_of
+from fusion_compiler.codegen.emit import emit
+from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from tests.exactness import Compiled, wide
 
@@ -95,6 +97,20 @@ def test_scales_are_computed_once_for_each_block() -> None:
     steps = ("max_1 = fm.maximum_of(abs_1, 2, True)", "clamp = tl.maximum(max_1,", "log2 = tl.log2(clamp)",
              "sub = floor - 8", "exp2 = libdevice.exp2(sub)", "per_exp2 = 1.0 / exp2")  # fmt: skip
     assert all(step in source for step in steps) and source.count(" / ") == 1, source
+
+
+def test_a_tile_is_summed_at_once_and_a_weight_is_loaded_behind_the_sums() -> None:
+    """Threads wait for each other once a sum, and the weight, which all programs read, needs no registers
+    until then."""
+    with FakeTensorMode(), torch.no_grad():
+        x, w = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+        (plan,) = fc.explain(lambda x, w: groups_of_128(layer_norm(x, w)), x, w, device="h200").plans
+    (cluster,) = plan.clusters
+    key = canonical(cluster, plan.dag)
+    first, *_ = emit(key.nests, cluster.name, "", {b.name: b for b in key.buffers}, device_spec("h200"))
+    source = first.kernels[0].source
+    assert source.count("tl.sum(") == source.count("axis=None, keep_dims=True)") == 2, source
+    assert source.rindex("tl.sum(") < source.index("tl.load(in1_ptr"), source
 
 
 def test_values_of_blocks_that_are_only_stored_come_from_the_same_kernel() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -72,6 +74,35 @@ def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
         assert "fm.from_byte(" in kernel.source
         assert "I2F" not in instructions(kernel, "sm_90")
         assert not compile_for(kernel, "gfx942").spills
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_threads_multiply_what_they_loaded_and_convert_two_numbers_at_once(rows: int) -> None:
+    """No thread passes products of bytes to another one within a loop, and where tensor cores multiply, no
+    number is rounded by itself, of which a multiprocessor does sixteen in a cycle."""
+    with FakeTensorMode(), torch.no_grad():
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="cuda")
+        w = torch.empty(8192, 4096, dtype=torch.int8, device="cuda")
+        scale = torch.empty(8192, 1, dtype=torch.bfloat16, device="cuda")
+        (plan,) = fc.explain(lambda x, w, s: F.linear(x, w.to(x.dtype) * s), x, w, scale, device="h200").plans
+    by_threads = [k for k in kernels_of(plan) if "fm.contract" not in k.source]
+    for kernel in kernels_of(plan):
+        counts = Counter(name.partition(".")[0] for name in instructions(kernel, "sm_90"))
+        loads = re.findall(r"in1_ptr \+ tl.max_contiguous\(.*?, \[(?:1, )?8\]\)", kernel.source)
+        assert len(loads) == (kernel in by_threads) and not counts["F2F"], kernel.source
+        assert not counts["FSEL"] or kernel not in by_threads, counts  # of what other threads sent
+    assert by_threads
+
+
+def test_only_neighbours_in_memory_are_loaded_together() -> None:
+    x, matrix = torch.randn(2, 160).bfloat16(), torch.randint(-128, 128, (48, 5, 33), dtype=torch.int8)
+    for w in (matrix.flatten(1)[:, 4:164], matrix.flatten(1).repeat(1, 2)[:, ::2][:, :160], matrix[:, :, 1:]):
+        of = lambda x, w: F.linear(x, w.flatten(1).to(x.dtype))  # noqa: E731
+        fast = Compiled(of)
+        with torch.no_grad():
+            assert not_as_close(fast(x, w), of(x, w), of(x.double(), w)) is None
+        sources = [k.source for r in fast.compiler.runners.values() for c in r.candidates for k in c.kernels]
+        assert any("max_contiguous" in s for s in sources) == (w.dim() == 2 and w.stride(1) == 1), w.stride()
 
 
 @pytest.mark.sample(4)

@@ -214,3 +214,33 @@ def test_reductions_over_any_axes_of_five_share_a_kernel(seed: int) -> None:
         if tried == 3:
             return
     assert tried
+
+
+@pytest.mark.parametrize(("few", "rows", "terms"), [(4, 64, 96), (3, 50, 70), (16, 33, 200)])
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("order", ["m n k", "n m k", "k n m"])
+def test_tensor_cores_add_up_products_in_a_loop(
+    few: int, rows: int, terms: int, divided: bool, order: str
+) -> None:
+    """A matrix times vectors of bfloat16, or times these over their largest elements, of which each is three
+    numbers of bfloat16."""
+    nest = Windows({"m": (few, COLS), "n": (rows, COLS), "k": (terms, INNER)})
+    x = nest.load("x", "m", "k")
+    vectors = nest.op("div.Tensor", x, nest.reduced("max", nest.op("abs.default", x), "k")) if divided else x
+    total = nest.reduced("sum", nest.mul(vectors, nest.load("w", "n", "k")), "k")
+    nest.store("out", nest.mul(total, nest.constant(0.5)), "m", "n", dtype=torch.float32)
+    loops = nest.nest()
+    lanes = "; ".join("place(m, LANES)" if name == "m" else f"place({name}.i, LANES)" for name in order.split())
+    placement = Placement.parse(
+        f"split(n, 16); split(k, 32); place(n.o, GRID); place(k.o, LOOP); {lanes}; "
+        f"unit({loops.names[total.node]}, TENSOR_CORE); 4 warps"
+    )
+    assert refusal(loops, placement) is None
+    shapes = {"x": (few, terms), "w": (rows, terms), "out": (few, rows)}
+    dtypes = {"x": torch.bfloat16, "w": torch.bfloat16, "out": torch.float32}
+    buffers = {name: contiguous(name, shape, dtypes[name]) for name, shape in shapes.items()}
+    program = assemble.build(assemble.Nests((loops,), buffers), (placement,), "placed", "")
+    assert program.kernels[0].source.count("fm.contract(") == 1
+    values, matrix = torch.randn(few, terms).bfloat16(), torch.randn(rows, terms).bfloat16()
+    exact = values.double() / (values.double().abs().amax(1, keepdim=True) if divided else 1)
+    assert close(run(program, x=values, w=matrix), 0.5 * exact @ matrix.double().T)
