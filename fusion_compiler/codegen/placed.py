@@ -157,6 +157,7 @@ class Emitter:
         self.where = PlacedAxes.of(loops, placement)
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
+        self.looped = {leaf.axis for leaf in leaves if leaf.place is Place.LOOP}
         self.products, self.node_axes = products_of(loops, placement, self.where), analysis.node_axes
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
         unrolled = placed(leaves, Place.UNROLL)
@@ -570,7 +571,10 @@ class Emitter:
         return self.joined(value, tile, *within)
 
     def options(self, node: Load) -> Mapping[str, Expression]:
-        """Return the keyword arguments of a load."""
+        """Return the keyword arguments of a load. The matrix of a product is read once, unlike its vectors."""
+        in_loops = (p.matrix for p in self.products.values() if p.terms.axis in self.looped)
+        if any(self.loops.nodes[self.source(matrix)] is node for matrix in in_loops):
+            return {**self.load_options, "eviction_policy": Literal("evict_first")}
         return self.load_options
 
     def is_shared_within(self, node: Load) -> bool:
