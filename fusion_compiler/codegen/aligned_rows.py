@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import If, Statement
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.values import Tile
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl

@@ -27,7 +27,7 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
-from fusion_compiler.codegen.placed import Emitter, PlacedNest, Tile
+from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.second_stages import (
     RowStage,
@@ -41,6 +41,7 @@ from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, Store, reads
+from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (

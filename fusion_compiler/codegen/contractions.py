@@ -15,13 +15,13 @@ import torch
 
 from fusion_compiler.codegen.carried import State
 from fusion_compiler.codegen.pieces import Packed, PackedSums, PieceEmitter, padded, values_of
-from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
 from fusion_compiler.ir.syntax import Expression, Var, fm, tl
 from fusion_compiler.schedule.contractions import Contraction, column_parts, contractions_of
-from fusion_compiler.schedule.tile_products import ONE
+from fusion_compiler.schedule.tile_products import ONE, held, source
 
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
 
@@ -86,7 +86,7 @@ class ContractingEmitter(PieceEmitter):
         """Return the terms of a contraction, or None if too little of a float32 matrix would be
         represented."""
         is_exact = any(i not in self.fp16 for i in c.sums)
-        dtypes = [self.held(n) for n in (c.matrix, *c.vectors)]
+        dtypes = [held(self.loops, self.dtypes, n) for n in (c.matrix, *c.vectors)]
         matrix = 1 if dtypes[0] in ONE else 2
         if matrix == 2 and is_exact and dtypes[0] not in TWO:
             return None
@@ -96,12 +96,12 @@ class ContractingEmitter(PieceEmitter):
         """Yield the load of a bfloat16 matrix that only the terms of contracted sums read."""
         same = (i for i, other in self.contracted.items() if other.matrix == c.matrix)
         terms = {self.reduction(i).operand for i in same}
-        source = self.source(c.matrix)
-        node = self.loops.nodes[source]
-        readers = {i for i, n in enumerate(self.loops.nodes) if {source, c.matrix} & {*operands_of(n)}}
+        loaded = source(self.loops, c.matrix)
+        node = self.loops.nodes[loaded]
+        readers = {i for i, n in enumerate(self.loops.nodes) if {loaded, c.matrix} & {*operands_of(n)}}
         is_narrow = isinstance(node, Load) and self.dtypes[node.buffer] is torch.bfloat16
         if is_narrow and readers <= terms | {c.matrix}:
-            yield source
+            yield loaded
 
     def contract(self, sums: tuple[int, ...]) -> Packed:
         """Return all sums of a contraction whose matrix is in the tile, as one product. The vectors' terms
@@ -133,7 +133,7 @@ class ContractingEmitter(PieceEmitter):
         """Return the matrix, masked if it is computed from loads: masked loads are zero, values computed from
         them may not be."""
         value, axes = self.tile(c.matrix).value, self.node_axes[c.matrix]
-        is_load = isinstance(self.loops.nodes[self.source(c.matrix)], Load)
+        is_load = isinstance(self.loops.nodes[source(self.loops, c.matrix)], Load)
         mask = None if is_load else self.inside(axes)
         return value if mask is None else tl.where(mask.value, value, 0.0)
 

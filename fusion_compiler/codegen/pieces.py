@@ -20,11 +20,11 @@ import torch
 from fusion_compiler.codegen.carried import Plain
 from fusion_compiler.codegen.expression import base_name, convert
 from fusion_compiler.codegen.monoids import neutral, step
-from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import Dim, simple, smaller
 from fusion_compiler.ir.loops import (
     COLS,

@@ -23,9 +23,9 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,6 +34,7 @@ import torch
 from fusion_compiler.codegen import expression, monoids
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.products import ProductSums
 from fusion_compiler.codegen.second_stages import Partial, Split
 from fusion_compiler.codegen.tile import (
     Assign,
@@ -45,6 +46,7 @@ from fusion_compiler.codegen.tile import (
     Value,
 )
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.values import PlacedNest, Scope, Tile
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
     Checked,
@@ -77,12 +79,10 @@ from fusion_compiler.ir.syntax import (
     times,
     tl,
 )
-from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype, ceil_div, operand_of, rounding_of
+from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, operand_of
 from fusion_compiler.schedule.boxes import Box, box_of
-from fusion_compiler.schedule.contractions import column_parts
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
-from fusion_compiler.schedule.tile_products import CONVERSIONS, ONE, products_of
+from fusion_compiler.schedule.placement import Leaf, Place
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -100,40 +100,6 @@ DIVISIONS = {
     aten.remainder.Scalar: "remainder", aten.remainder.Tensor: "remainder",
     aten.floor_divide.default: "quotient", aten.div.Tensor_mode: "quotient",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A value of the tile program. lanes: the leaves whose elements it has side by side. is_block: it has
-    dimensions, be it of one element each; otherwise it is a scalar."""
-
-    value: Expression
-    lanes: frozenset[Leaf] = NOWHERE
-    is_block: bool = False
-
-
-@dataclass
-class Scope:
-    """An open block. loop: the leaf whose loop it is, None for the program. variables: by the expression that
-    was assigned to them. tiles: by the node and the elements of unrolled axes."""
-
-    body: list[Statement]
-    loop: Leaf | None = None
-    variables: dict[Value, Var] = field(default_factory=dict[Value, Var])
-    tiles: dict[object, Tile] = field(default_factory=dict[object, Tile])
-
-
-@dataclass(frozen=True)
-class PlacedNest:
-    """A loop nest under a placement. pointers, dtypes: of the buffers, by name. empty: buffers without
-    elements. load_options: keyword arguments of every load."""
-
-    analysis: Analysis
-    placement: Placement
-    pointers: Mapping[str, Name]
-    dtypes: Mapping[str, torch.dtype]
-    empty: frozenset[str] = frozenset()
-    load_options: Mapping[str, Expression] = field(default_factory=dict[str, Expression])
 
 
 class Emitter:
@@ -157,8 +123,7 @@ class Emitter:
         self.where = PlacedAxes.of(loops, placement)
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
-        self.looped = {leaf.axis for leaf in leaves if leaf.place is Place.LOOP}
-        self.products, self.node_axes = products_of(loops, placement, self.where), analysis.node_axes
+        self.node_axes, self.products = analysis.node_axes, ProductSums(self)
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
         unrolled = placed(leaves, Place.UNROLL)
         self.unrolled = [[leaf for leaf in unrolled if leaf in of_node] for of_node in self.depends]
@@ -206,7 +171,7 @@ class Emitter:
         lanes = frozenset(self.lanes)
         leaves = self.where.of_axes(self.where.leaves)
         repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
-        factors = {self.source(of[0]): of for of in self.factors_as_held()}
+        factors = self.products.as_held()
         for number in () if repeats else sorted(self.needed):
             node = self.loops.nodes[number]
             if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
@@ -214,7 +179,7 @@ class Emitter:
             if self.depends[number].isdisjoint(self.where.grid):
                 continue
             if number in factors:
-                self.factor(*factors[number])
+                self.products.factor(*factors[number])
             else:
                 self.tile(number)
 
@@ -571,9 +536,8 @@ class Emitter:
         return self.joined(value, tile, *within)
 
     def options(self, node: Load) -> Mapping[str, Expression]:
-        """Return the keyword arguments of a load. The matrix of a product is read once, unlike its vectors."""
-        in_loops = (p.matrix for p in self.products.values() if p.terms.axis in self.looped)
-        if any(self.loops.nodes[self.source(matrix)] is node for matrix in in_loops):
+        """Return the keyword arguments of a load."""
+        if node in self.products.streamed:
             return {**self.load_options, "eviction_policy": Literal("evict_first")}
         return self.load_options
 
@@ -919,9 +883,8 @@ class Emitter:
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = placed(self.where.reduced_by(node), Place.LOOP)
-        if number in self.products and not around:
-            total = self.let("products", self.multiplied(number, self.no_products(number)))
-            return self.product(number, total)
+        if number in self.products.of and not around:
+            return self.products.at_once(number)
         if not around:
             state, variants = None, self.variants(self.where.reduced_by(node))
             for elements in variants:
@@ -949,11 +912,10 @@ class Emitter:
                 assert isinstance(reduce, Reduce)
                 for inner in self.variants(self.where.reduced_by(reduce)):
                     with self.fixed(elements | inner):
-                        total = cast(Var, state.value)
-                        if n in self.products:
-                            self.add(Assign((total,), self.multiplied(n, total, self.warps_along(n))))
+                        if n in self.products.of:
+                            self.products.step(n, state)
                         elif (term := self.term(n, reduce)) is not None:
-                            self.add(monoids.step(reduce, total, term.value))
+                            self.add(monoids.step(reduce, cast(Var, state.value), term.value))
         for (n, elements), state in zip(together, states, strict=True):
             reduce = self.loops.nodes[n]
             assert isinstance(reduce, Reduce)
@@ -964,94 +926,12 @@ class Emitter:
         assert tile is not None
         return tile
 
-    def multiplied(self, number: int, total: Expression, split: int = 1) -> Expression:
-        """Return the sums of a product, in parts, with the terms of the open block added to `total`."""
-        of = self.products[number]
-        matrix, vectors = self.factor(of.matrix, of.rows, of.terms), self.factor(of.vectors, of.few, of.terms)
-        return fm.contract(matrix, vectors, total, *self.bfloat16_terms(number), *([split] if split > 1 else []))
-
-    def bfloat16_terms(self, number: int) -> tuple[int, int, int]:
-        """Return the bfloat16 numbers that represent an element of a product's matrix, and one of its
-        vectors, and the parts of its sums.
-
-        Tensor cores multiply bfloat16. A float32 goes in as the sum of two or three of them, so that what is
-        left out is less than eager's own roundings; what a matrix holds in fewer bits goes in as it is.
-        """
-        of = self.products[number]
-        of_matrix = 1 if self.held(of.matrix) in ONE else 2
-        of_vectors = 1 if self.held(of.vectors) in ONE else 2 if number in self.fp16 else 3
-        return of_matrix, of_vectors, 4 if of_vectors > 2 else max(of_matrix, of_vectors)
-
-    def no_products(self, number: int, split: int = 1) -> Expression:
-        """Return the sums of no terms. split: each warp adds up some of a block's terms."""
-        of = self.products[number]
-        shape = [of.rows.lanes, of.few.lanes * self.bfloat16_terms(number)[-1]]
-        return tl.zeros([split, *shape] if split > 1 else shape, torch.float32)
-
-    def warps_along(self, number: int) -> int:
-        """Return the parts of a block's terms that a loop adds up apart, one for each warp."""
-        of = self.products[number]
-        return column_parts(of.rows.lanes, of.terms.lanes, self.placement.num_warps)
-
-    def product(self, number: int, value: Expression) -> Tile:
-        """Return a sum of products that tensor cores make, of its parts."""
-        of, (*_, parts) = self.products[number], self.bfloat16_terms(number)
-        if parts > 1:
-            value = self.let("products", fm.contracted(value, parts))
-        if of.few.order < of.rows.order:
-            value = tl.trans(value)
-        lanes = frozenset({of.rows, of.few})
-        return Tile(self.let("product", tl.reshape(value, self.shape(lanes)), number), lanes, True)
-
-    def factor(self, number: int, side: Leaf, terms: Leaf) -> Expression:
-        """Return a factor's tile [side, terms], zero where no term is. What bfloat16 holds stays as it is,
-        and its tile has no other dimensions: tensor cores read it from where loads put it."""
-        first, last = sorted((side, terms), key=lambda leaf: leaf.order)
-        source, is_held = self.loops.nodes[self.source(number)], self.is_held(number)
-        axes, leaves = frozenset({side.axis, terms.axis}), frozenset({side, terms})
-        axes -= {axis for axis in axes if self.is_zero_outside(number, axis)}
-        with self.dimensions((first, last) if is_held else self.lanes):
-            tile = self.loaded_as_held(source) if is_held and isinstance(source, Load) else self.tile(number)
-            value, mask = tile.value, self.inside(axes)
-            if mask is not None:
-                value = tl.where(mask.value, value, 0.0)
-            if tile.lanes != leaves:
-                value = tl.broadcast_to(value, self.shape(leaves))
-        if not is_held:
-            value = tl.reshape(value, Items((Literal(first.lanes), Literal(last.lanes))))
-        return value if first is side else tl.trans(value)
-
-    def factors_as_held(self) -> Iterator[tuple[int, Leaf, Leaf]]:
-        """Yield the factors that are loaded from a buffer whose numbers bfloat16 holds, and their axes."""
-        for of in self.products.values():
-            sides = ((of.matrix, of.rows, of.terms), (of.vectors, of.few, of.terms))
-            yield from (each for each in sides if self.is_held(each[0]))
-
-    def is_held(self, number: int) -> bool:
-        """True if a factor is loaded from a buffer whose numbers bfloat16 holds."""
-        return isinstance(self.loops.nodes[self.source(number)], Load) and self.held(number) in ONE
-
     @contextmanager
     def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
         """Emit tiles that have these dimensions."""
         before, self.where = self.where, replace(self.where, lanes=lanes)
         yield
         self.where = before
-
-    def source(self, number: int) -> int:
-        """Return the node whose number this one is, in another dtype."""
-        node = self.loops.nodes[number]
-        while isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
-            (number,) = operands_of(node)
-            node = self.loops.nodes[number]
-        return number
-
-    def held(self, number: int) -> torch.dtype | None:
-        """Return the dtype in which a value lies in memory or to which it is rounded; None of others."""
-        node = self.loops.nodes[self.source(number)]
-        if rounding_of(node) == str(torch.bfloat16):
-            return torch.bfloat16
-        return self.dtypes[node.buffer] if isinstance(node, Load) else None
 
     def sharing_loop(self, number: int, around: list[Leaf]) -> list[int]:
         """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
@@ -1074,9 +954,8 @@ class Emitter:
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
-        if number in self.products:
-            zeros = self.no_products(number, self.warps_along(number))
-            return Tile(self.state("products", zeros), is_block=True)
+        if number in self.products.of:
+            return self.products.start(number)
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
         lanes = self.lanes_of_state(node)
@@ -1152,10 +1031,8 @@ class Emitter:
     ) -> Tile:
         """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
         fold."""
-        if number in self.products:
-            is_split = self.warps_along(number) > 1
-            total = self.let("products", tl.sum(state.value, axis=0)) if is_split else state.value
-            return self.product(number, total)
+        if number in self.products.of:
+            return self.products.fold(number, state)
         several, folds = len(self.lanes) > 1, placed(self.where.reduced_by(node), Place.LANES)
         steps = [(self.lanes.index(leaf), frozenset({leaf})) for leaf in reversed(folds)]  # neighbours first
         if len(folds) > 1 and state.lanes == frozenset(folds) == frozenset(self.lanes):

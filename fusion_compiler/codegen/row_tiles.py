@@ -13,9 +13,10 @@ import torch
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import computed, convert
-from fusion_compiler.codegen.placed import Emitter, PlacedNest, Tile
+from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.loops import (
     COLS,

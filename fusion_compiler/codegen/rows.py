@@ -19,10 +19,10 @@ from fusion_compiler.codegen.by_words import by_words
 from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
 from fusion_compiler.codegen.moments import is_exact, operands, scale_of
-from fusion_compiler.codegen.placed import Scope, Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.second_stages import RowStage
 from fusion_compiler.codegen.tile import Assign, For, If, Range, Statement
+from fusion_compiler.codegen.values import Scope, Tile
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
     COLS,

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_compiler.codegen.carried import Plain, State
-from fusion_compiler.codegen.placed import Tile
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.second_stages import name_of_pieces
 from fusion_compiler.codegen.tile import Combine
 from fusion_compiler.codegen.tile import Store as StoreStatement
+from fusion_compiler.codegen.values import Tile
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Node, axes_in
 from fusion_compiler.ir.syntax import Literal, Name, Var, every, plus, times, tl
 from fusion_compiler.schedule.analysis import Pieces, pieces_of

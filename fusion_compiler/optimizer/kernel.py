@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusion_compiler.codegen.assemble import rewritten, roundings
-from fusion_compiler.codegen.placed import PlacedNest, Tile
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement
+from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest

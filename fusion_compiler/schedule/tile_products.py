@@ -76,9 +76,28 @@ def with_short_products(
     element: it is rounded to bfloat16, or comes from such a buffer. itemsizes: of buffers, in bytes."""
 
     def is_short(number: int) -> bool:
-        node = loops.nodes[number]
-        if isinstance(node, Compute) and node.target in CONVERSIONS:
-            return rounding_of(node) == str(torch.bfloat16) or is_short(operands_of(node)[0])
-        return isinstance(node, Load) and itemsizes[node.buffer] <= HALF
+        node = loops.nodes[source(loops, number)]
+        is_rounded = rounding_of(node) == str(torch.bfloat16)
+        return is_rounded or (isinstance(node, Load) and itemsizes[node.buffer] <= HALF)
 
     return tuple(p for p in placements if all(is_short(of.matrix) for of in products_of(loops, p).values()))
+
+
+def source(loops: LoopNest, number: int) -> int:
+    """Return the node whose number this one is, in another dtype."""
+    node = loops.nodes[number]
+    while isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
+        (number,) = operands_of(node)
+        node = loops.nodes[number]
+    return number
+
+
+def held(loops: LoopNest, dtypes: Mapping[str, torch.dtype], number: int) -> torch.dtype | None:
+    """Return the dtype in which a value lies in memory or to which it is rounded; None of others.
+
+    dtypes: those of the buffers.
+    """
+    node = loops.nodes[source(loops, number)]
+    if rounding_of(node) == str(torch.bfloat16):
+        return torch.bfloat16
+    return dtypes[node.buffer] if isinstance(node, Load) else None

@@ -230,7 +230,8 @@ def test_tensor_cores_add_up_products_in_a_loop(
     total = nest.reduced("sum", nest.mul(vectors, nest.load("w", "n", "k")), "k")
     nest.store("out", nest.mul(total, nest.constant(0.5)), "m", "n", dtype=torch.float32)
     loops = nest.nest()
-    lanes = "; ".join("place(m, LANES)" if name == "m" else f"place({name}.i, LANES)" for name in order.split())
+    tile = {"m": "m", "n": "n.i", "k": "k.i"}
+    lanes = "; ".join(f"place({tile[name]}, LANES)" for name in order.split())
     placement = Placement.parse(
         f"split(n, 16); split(k, 32); place(n.o, GRID); place(k.o, LOOP); {lanes}; "
         f"unit({loops.names[total.node]}, TENSOR_CORE); 4 warps"
