@@ -5,6 +5,7 @@ Later runs print the kernels whose counts differ, and those that only one of the
 Equal counts are no proof that a kernel is as fast as before: the order of its instructions is not compared.
 
 The kernels are the first candidates of the golden cases and of products of few rows, and optimizers' steps.
+With --benchmarks they are those of the cases of `python -m benchmarks kernels`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from benchmarks.kernels import leaves
+from benchmarks.sizes import ALL_CASES
 from fusion_compiler.api import Compiler
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
@@ -120,6 +123,21 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
                 yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
 
 
+def benchmarked() -> Iterator[tuple[str, Kernel]]:
+    """Yield the kernels of each benchmark case, forward and backward, as `kernels` does."""
+    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
+    for case in ALL_CASES:
+        torch._dynamo.reset()
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(bool(case.differentiate)):
+            inputs = leaves(case.inputs("cpu"), case.differentiate)
+            plans = fc.explain(case.fn, *inputs.values(), device=DEVICE).plans
+        for plan in plans:
+            for cluster in execution_order(plan):
+                key = canonical(cluster, plan.dag)
+                program, *_ = compiler.emit(key, cluster, plan.dag, device)
+                yield from ((f"{case.name}: {kernel.name}", kernel) for kernel in program.kernels)
+
+
 def summary(kernel: Kernel) -> dict[str, Any]:
     binary = compile_for(kernel, TARGET)
     sorts = Counter(name.partition(".")[0] for name in instructions(kernel, TARGET))
@@ -144,9 +162,10 @@ def main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--filter", default="", help="cases and kernels that match this regular expression")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--benchmarks", action="store_true", help="the kernels of `benchmarks kernels`")
     given = parser.parse_args()
     named: dict[str, Kernel] = {}
-    for name, kernel in kernels():
+    for name, kernel in benchmarked() if given.benchmarks else kernels():
         if re.search(given.filter, name):
             number = sum(other.partition(" #")[0] == name for other in named)
             named[f"{name} #{number}" if number else name] = kernel
