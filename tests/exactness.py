@@ -104,7 +104,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
         return schedules_of(loops, name, device)
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
-    along = any(COLS in analysis.over(i) for i in analysis.reductions)
+    along = any(COLS in analysis.reduced_groups(i) for i in analysis.reductions)
     for kind in space.KINDS:
         if not space.fits(kind, analysis, device):
             continue

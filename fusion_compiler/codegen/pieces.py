@@ -135,7 +135,7 @@ class PieceEmitter(RowEmitter):
                     return contraction.sums == nodes
                 plain = first.combine == "sum" and first.dtype is torch.float32
                 plain &= not any(n in self.a.online or n in self.a.moments for n in nodes)
-                operands, over = tuple(n.operand for n in (first, *rest)), self.a.over(nodes[0])
+                operands, over = tuple(n.operand for n in (first, *rest)), self.a.reduced_groups(nodes[0])
                 along = self.a.groups[operands[0]] == over and len(over) == 1
                 return plain and along and self.may_be_pieces(operands)
             case _:
@@ -233,7 +233,7 @@ class PieceEmitter(RowEmitter):
 
     def _reduced(self, nodes: Nodes, first: Reduce) -> Packed:
         """Return a reduction over the axis along which the pieces do not lie."""
-        over = self.a.over(nodes[0])
+        over = self.a.reduced_groups(nodes[0])
         axis = 1 if ROWS in over else 0
         tile = self.reduced_pieces(nodes, first, axis)
         combined = Combine(first, (tile,), 1 - axis, True, nodes[0] in self.plain_maxima)
@@ -291,7 +291,7 @@ class PieceEmitter(RowEmitter):
 
     def base_of(self, number: int) -> str:
         """Return the beginning of the name of a reduction."""
-        return f"{'row' if COLS in self.a.over(number) else 'col'}_{self.reduction(number).combine}"
+        return f"{'row' if COLS in self.a.reduced_groups(number) else 'col'}_{self.reduction(number).combine}"
 
     # -- stores --------------------------------------------------------------------------------------------
 

@@ -291,7 +291,7 @@ class RowEmitter(RowTiles):
         """Return a reduction of a tile that has whole rows or all rows (see `codegen.moments`)."""
         if number in self.a.invariants:
             return self.reduced_ragged(number, node)
-        if ROWS in self.a.over(number):
+        if ROWS in self.a.reduced_groups(number):
             term = self.term(number, node)
             is_joined = self.a.is_sum(number) and number not in self.a.products
             join_key = ("rows", self.a.groups[node.operand]) if is_joined else None

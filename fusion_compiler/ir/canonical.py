@@ -46,7 +46,7 @@ def canonical(cluster: Cluster, dag: OpDag) -> Canonical:
 def aliased_inputs(cluster: Cluster, dag: OpDag) -> dict[str, str]:
     """Return a map from each result that reuses an input's memory to that input."""
     bases = {name: base for name in cluster.outputs if (base := base_of(dag, name)) is not None}
-    return bases | dict(cluster.over)
+    return bases | dict(cluster.reuses)
 
 
 def salts_of(cluster: Cluster) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class Cluster:
     names.
 
     horizontal: further loop nests that share the launch, independent of `loops` and of each other.
-    over: its results that are written over an input which nobody reads any more, each with that one.
+    reuses: its results that are written over an input which nobody reads any more, each with that one.
     constants: where it is launched dependently (`passes.fuse.dependent`), those of its inputs that nothing in
         the graph writes, at addresses that stay; None where its launch is a plain one.
     """
@@ -104,7 +104,7 @@ class Cluster:
     pattern: str | None = None
     horizontal: tuple[LoopNest, ...] = ()
     constants: tuple[str, ...] | None = None
-    over: tuple[tuple[str, str], ...] = ()
+    reuses: tuple[tuple[str, str], ...] = ()
 
     @property
     def beside(self) -> tuple[LoopNest, ...]:

@@ -30,7 +30,7 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
 from fusion_compiler.ir.views import restrided
-from fusion_compiler.runtime.ahead import Ahead
+from fusion_compiler.runtime.background import BackgroundBuilds
 from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.runtime.builds import Build, compile_builds
 from fusion_compiler.runtime.cache import Cache
@@ -136,7 +136,7 @@ class Runner:
         self._launchers: dict[int, Launcher] = {}
         self._choices: dict[int, tuple[Gpu, Choice]] = {}  # by the index of the device
         self._links: list[Callable[[Launcher], None]] = []
-        self.ahead: Ahead | None = None  # what compiles its kernels
+        self.background: BackgroundBuilds | None = None  # what compiles its kernels
         self._entry: Launcher = {
             "triton": self._dispatch,
             "interpret": self._interpret,
@@ -187,9 +187,9 @@ class Runner:
             raise self._error("launch", error) from error
 
     def _timed_decision(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
-        if self.ahead is not None:
+        if self.background is not None:
             begin = time.perf_counter()
-            self.ahead.wait()
+            self.background.wait()
             self._stages.add("kernels", time.perf_counter() - begin)
         start = time.perf_counter()
         try:
@@ -242,7 +242,7 @@ class Runner:
     def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Choice:
         """Compile all candidates at once, time those that can be launched, and keep and return the
         outcome."""
-        if self.ahead is None:
+        if self.background is None:
             compile_builds(b for program in self.candidates for b in program_builds(program, gpu.target))
         launchers: dict[int, Launcher] = {}
         for i, program in enumerate(self.candidates):
@@ -466,7 +466,7 @@ def compile_all(
     builds: list[Build] = []
     asked: list[Runner] = []
     for runner in runners:
-        if runner.backend != "triton" or runner.ahead is not None:
+        if runner.backend != "triton" or runner.background is not None:
             continue
         try:
             gpu = runner._gpus(device)
@@ -481,10 +481,10 @@ def compile_all(
     if not asked:
         return False
     make_cache_writable()
-    ahead = Ahead(builds, progress or Progress(enabled=False))
+    background = BackgroundBuilds(builds, progress or Progress(enabled=False))
     for runner in asked:
-        runner.ahead = ahead
-    return ahead.is_needed
+        runner.background = background
+    return background.is_needed
 
 
 def interpret(

@@ -66,7 +66,7 @@ class Analysis:
         self.loops = loops
         self.groups = groups_of(loops)
         reductions = ((i, n) for i, n in enumerate(loops.nodes) if isinstance(n, Reduce))
-        self._over = {i: reduced_groups(loops.axes, n) for i, n in reductions}
+        self._reduced = {i: reduced_groups(loops.axes, n) for i, n in reductions}
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
@@ -184,14 +184,14 @@ class Analysis:
     @cached_property
     def reductions(self) -> tuple[int, ...]:
         """Return the numbers of the reductions, but those over a ragged axis."""
-        return tuple(i for i, over in self._over.items() if RAGGED not in over)
+        return tuple(i for i, groups in self._reduced.items() if RAGGED not in groups)
 
     @cached_property
     def invariants(self) -> Mapping[int, tuple[int, ...]]:
         """Return {reduction over a ragged axis: nodes outside of its loop that the loop reads}."""
         nodes, invariants = self.loops.nodes, dict[int, tuple[int, ...]]()
         for i, node in enumerate(nodes):
-            if isinstance(node, Reduce) and RAGGED in self.over(i):
+            if isinstance(node, Reduce) and RAGGED in self.reduced_groups(i):
                 outside = {n for n, axes in enumerate(self.node_axes) if axes.isdisjoint(node.axes)}
                 invariants[i] = tuple(outside & with_operands(self.loops, operands_of(node), outside))
         return invariants
@@ -235,7 +235,8 @@ class Analysis:
         """Return the sums of float32 along the row that depend on no other reduction of their level."""
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
         late = self.finish | together
-        return tuple(i for i in self.reductions if self.is_sum(i) and COLS in self.over(i) and i not in late)
+        along = (i for i in self.reductions if self.is_sum(i) and COLS in self.reduced_groups(i))
+        return tuple(i for i in along if i not in late)
 
     @cached_property
     def weighted(self) -> frozenset[int]:
@@ -263,12 +264,13 @@ class Analysis:
             return False
         factors = [self.groups[n] for n in operands_of(term)]
         vector = frozenset({along})
-        return self.over(number) == vector and sorted(map(len, factors)) == [1, 2] and vector in factors
+        is_along = self.reduced_groups(number) == vector
+        return is_along and sorted(map(len, factors)) == [1, 2] and vector in factors
 
     @cached_property
     def reads_rows(self) -> bool:
         """True if a reduction or scan goes along the rows, rather than only over them."""
-        return bool(self.scans) or any(COLS in self.over(i) for i in self.reductions)
+        return bool(self.scans) or any(COLS in self.reduced_groups(i) for i in self.reductions)
 
     @cached_property
     def walks_rows(self) -> bool:
@@ -289,8 +291,8 @@ class Analysis:
         """True if programs can exchange their reductions along the row, whose values need 32 bits."""
         if self.scans:
             return False
-        nodes = self.loops.nodes
-        along = (n for i in self.reductions if isinstance(n := nodes[i], Reduce) and COLS in self.over(i))
+        nodes = (self.loops.nodes[i] for i in self.reductions if COLS in self.reduced_groups(i))
+        along = (node for node in nodes if isinstance(node, Reduce))
         return isinstance(self.size(COLS), int) and all(accumulator_dtype(n).itemsize == 4 for n in along)
 
     @cached_property
@@ -303,7 +305,7 @@ class Analysis:
     def across_rows(self) -> tuple[int, ...]:
         """Return the reductions over rows, which are complete only when every program is done."""
         apart = {*self.segmented, *self.replicated}
-        return tuple(i for i in self.reductions if ROWS in self.over(i) and i not in apart)
+        return tuple(i for i in self.reductions if ROWS in self.reduced_groups(i) and i not in apart)
 
     @cached_property
     def replicated(self) -> frozenset[int]:
@@ -323,8 +325,9 @@ class Analysis:
         assert isinstance(reduce, Reduce)
         return kept_axes(self.loops.axes, reduce)
 
-    def over(self, node: int) -> frozenset[str]:
-        return self._over[node]
+    def reduced_groups(self, node: int) -> frozenset[str]:
+        """Return the groups of axes that a reduction reduces."""
+        return self._reduced[node]
 
     @cached_property
     def live(self) -> tuple[Mapping[frozenset[str], int], ...]:
@@ -410,7 +413,7 @@ class Analysis:
                 and peak.combine == "max"
                 and peak.operand == value
                 and peak.axes == reduce.axes
-                and self.over(number) == frozenset({COLS})
+                and self.reduced_groups(number) == frozenset({COLS})
             ):
                 assert top is not None
                 pairs[number] = top
@@ -472,7 +475,7 @@ class Analysis:
                 depth = levels[self.online[i]]
             elif i in self.moments:
                 depth = levels[self.moments[i][0]]
-            elif isinstance(node, Reduce) and COLS in self.over(i):
+            elif isinstance(node, Reduce) and COLS in self.reduced_groups(i):
                 depth += 1
             levels.append(depth)
         return tuple(levels)

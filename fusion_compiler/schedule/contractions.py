@@ -56,7 +56,7 @@ def _factors(a: Analysis, number: int) -> Iterator[tuple[int, int, str]]:
     weighted = number in a.weighted or number in a.weighted_columns
     if not weighted:
         return
-    reduced = a.over(number)
+    reduced = a.reduced_groups(number)
     (operand,) = operands_of(a.loops.nodes[number])
     term = a.loops.nodes[operand]
     if not isinstance(term, Compute) or term.target is not torch.ops.aten.mul.Tensor or len(reduced) != 1:

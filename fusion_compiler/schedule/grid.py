@@ -78,7 +78,7 @@ def _order(value: object) -> float:
 
 def _coverings(a: Analysis, width: int, device: DeviceSpec) -> Iterator[tuple[Cols, int, int]]:
     """Yield (how the columns are covered, block of columns, programs that share a row)."""
-    along = any(COLS in a.over(i) for i in a.reductions)
+    along = any(COLS in a.reduced_groups(i) for i in a.reductions)
     if isinstance(a.size(COLS), int) and width <= WIDEST_WHOLE and a.reductions:
         yield Cols.WHOLE, width, 1
     if not along:

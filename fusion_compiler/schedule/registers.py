@@ -48,7 +48,7 @@ def _reductions_in_a_pass(a: Analysis) -> int:
     per_row = {*a.online, *a.online.values(), *a.moments, *(total for total, _ in a.moments.values())}
     for i, node in enumerate(a.loops.nodes):
         level = max((passes[o] for o in operands_of(node)), default=0)
-        if i in a.reductions and COLS in a.over(i) and i not in a.segmented:
+        if i in a.reductions and COLS in a.reduced_groups(i) and i not in a.segmented:
             counts[level] = counts.get(level, 0) + (i not in per_row)  # reductions with one number per row
             level += 1
         passes.append(level)

@@ -50,7 +50,7 @@ class Order:
     """An order has the steps as they run, and the predicted bytes in use.
 
     curve: during each step, what the steps make and the owned inputs, each until its last reader is done or,
-    if the graph returns it, to the end. alive: what is in use at the peak, the largest first. over: results
+    if the graph returns it, to the end. alive: what is in use at the peak, the largest first. reuses: results
     that are written over an operand that nobody reads any more, each with that and its bytes. allocated: most
     bytes in use at once of what the steps make, without inputs.
     """
@@ -59,7 +59,7 @@ class Order:
     curve: tuple[int, ...]
     alive: tuple[tuple[str, int], ...]
     allocated: int
-    over: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    reuses: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
 
     @property
     def peak(self) -> int:
@@ -70,20 +70,20 @@ class Order:
         at = self.curve.index(self.peak)
         most = ", ".join(f"{name} {_size(size)}" for name, size in self.alive[:SHOWN])
         step = f"{self.steps[at].name}, step {at + 1} of {len(self.steps)}" if self.steps else "no step"
-        over = f"; {_size(sum(size for _, size in self.over.values()))} written over what died"
-        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}{over if self.over else ''}"
+        over = f"; {_size(sum(size for _, size in self.reuses.values()))} written over what died"
+        return f"{sparkline(self.curve)} {_size(self.peak)} in {step}: {most}{over if self.reuses else ''}"
 
     def taken(self, inputs: Sequence[str]) -> tuple[int, ...]:
         """Return the positions of the inputs that results are written over."""
-        over = {operand for operand, _ in self.over.values()}
+        over = {operand for operand, _ in self.reuses.values()}
         return tuple(i for i, name in enumerate(inputs) if name in over)
 
     def placed(self, plan: FusionPlan) -> FusionPlan:
         """Return the plan with clusters that write where the order says."""
-        if not self.over:
+        if not self.reuses:
             return plan
         clusters = tuple(
-            replace(c, over=tuple((name, self.over[name][0]) for name in c.outputs if name in self.over))
+            replace(c, reuses=tuple((n, self.reuses[n][0]) for n in c.outputs if n in self.reuses))
             for c in plan.clusters
         )
         return replace(plan, clusters=clusters)
@@ -114,9 +114,9 @@ def ordered(
     best = min(orders, key=lambda order: max(curve(order, held, returned)))
     simulated = _Memory(best, held, returned, _Places(plan, frozenset(n for n in held if n not in donated)))
     during = tuple(map(simulated.run, best)) or (sum(held.values()),)
-    alive = _alive(best, held, returned, during.index(max(during)), simulated.over)
-    over = {result: (operand, simulated.size[result]) for result, operand in simulated.over.items()}
-    return Order(best, during, alive, max(curve(best, {}, returned)), over)
+    alive = _alive(best, held, returned, during.index(max(during)), simulated.reuses)
+    reuses = {result: (operand, simulated.size[result]) for result, operand in simulated.reuses.items()}
+    return Order(best, during, alive, max(curve(best, {}, returned)), reuses)
 
 
 def _memories(dag: OpDag, names: Iterable[str]) -> tuple[str, ...]:
@@ -147,14 +147,14 @@ def _alive(
     held: Mapping[str, int],
     returned: frozenset[str],
     at: int,
-    over: Container[str],
+    reuses: Container[str],
 ) -> tuple[tuple[str, int], ...]:
     """Return what is in use during step `at`: made by then, and read then or later, or returned."""
     later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
     sizes = dict(held)
     for step in steps[: at + 1]:
         sizes.update(zip(step.makes, step.bytes, strict=True))
-    placed = {name for name in steps[at].makes if name in over} if steps else ()
+    placed = {name for name in steps[at].makes if name in reuses} if steps else ()
     kept = ((name, size) for name, size in sizes.items() if size and name in later and name not in placed)
     return tuple(sorted(kept, key=lambda item: -item[1]))
 
@@ -257,7 +257,7 @@ class _Memory:
                     self.readers[name] += 1
         self.returned, self.places = returned, places
         self.used = sum(held.values())
-        self.over: dict[str, str] = {}  # results, and what they are written over
+        self.reuses: dict[str, str] = {}  # results, and what they are written over
 
     def change(self, step: Step) -> int:
         """Return the bytes in use after the step less those before it."""
@@ -291,7 +291,7 @@ class _Memory:
         """Run the step, and return the bytes in use during it."""
         placed = self.placed(step)
         during = self.used + sum(step.bytes) + step.beside - sum(map(self.size.__getitem__, placed))
-        self.over |= placed
+        self.reuses |= placed
         self.used += self.change(step)
         for name in step.reads:
             if name in self.readers:

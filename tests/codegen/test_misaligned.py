@@ -157,7 +157,7 @@ def several_rows(
 ) -> tuple[Schedule, ...]:
     """Groups of three programs that take several rows at once, where there is something to exchange."""
     a = Analysis(loops)
-    if not misaligned.fits(a) or not any(COLS in a.over(i) for i in a.reductions):
+    if not misaligned.fits(a) or not any(COLS in a.reduced_groups(i) for i in a.reductions):
         return schedules_of(loops, name, device)
     width = a.size(COLS)
     assert isinstance(width, int)

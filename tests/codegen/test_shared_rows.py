@@ -161,7 +161,7 @@ def together(
 ) -> tuple[Schedule, ...]:
     """Blocks of several rows that three programs share, where there is something to exchange."""
     a = Analysis(loops)
-    if not any(COLS in a.over(i) for i in a.reductions):
+    if not any(COLS in a.reduced_groups(i) for i in a.reductions):
         return schedules_of(loops, name, device)
     block = 128 if cols is Cols.WHOLE or a.across_rows else 32
     cols = Cols.WHOLE if a.across_rows else cols

@@ -38,7 +38,7 @@ Function = Callable[[Tensor, Tensor], object]
 
 def placed(compiled: object) -> list[tuple[str, str]]:
     plans = compiled.plan  # type: ignore[attr-defined]
-    return [pair for plan in plans for cluster in plan.clusters for pair in cluster.over]
+    return [pair for plan in plans for cluster in plan.clusters for pair in cluster.reuses]
 
 
 def halves(x: Tensor, w: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = order.Order.taken
 
     def counted(self: order.Order, inputs: Sequence[str]) -> tuple[int, ...]:
-        written.extend(self.over)
+        written.extend(self.reuses)
         return taken(self, inputs)
 
     monkeypatch.setattr(order.Order, "taken", counted)

@@ -23,7 +23,7 @@ import triton
 from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Program, Role
-from fusion_compiler.runtime import ahead, cuda, launch
+from fusion_compiler.runtime import background, cuda, launch
 from fusion_compiler.runtime.binding import (
     KEPT_BYTES,
     Entry,
@@ -469,24 +469,25 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
         asked.append(list(builds))
         return {}
 
-    monkeypatch.setattr(ahead, "compile_builds", compile_builds)
-    monkeypatch.setattr(ahead, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(background, "compile_builds", compile_builds)
+    monkeypatch.setattr(background, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
     gpu, cache = FakeGpu(us=(9.0, 8.0, 5.0)), Cache(tmp_path)
     softmax = runner(gpu, row_softmax(100), cache=cache)
     tuned = runner(gpu, *blocks(), cache=cache)
     untuned = runner(gpu, *blocks(), tune=False)
     eager = Runner((), no_fallback, name="c", backend="eager")
     compile_all([softmax, tuned, untuned, eager])
-    assert softmax.ahead is tuned.ahead is untuned.ahead is not None and eager.ahead is None
-    softmax.ahead.wait()
+    assert softmax.background is tuned.background is untuned.background is not None
+    assert eager.background is None
+    softmax.background.wait()
     assert [build.name for build in asked[-1]] == ["row_softmax"] + ["elementwise"] * 3
     cache.put(tuning_key(blocks(), "fake"), {"candidate": 2})
     compile_all([tuned])
     assert len(asked) == 1, "another graph that has the cluster too asks for nothing"
     later = runner(gpu, *blocks(), cache=cache)
     compile_all([later])
-    assert later.ahead is not None
-    later.ahead.wait()
+    assert later.background is not None
+    later.background.wait()
     assert len(asked[-1]) == 1 and asked[-1][0].source == blocks()[2].kernels[0].source
 
 
@@ -502,8 +503,8 @@ def test_a_call_waits_for_kernels_that_are_being_compiled(monkeypatch: pytest.Mo
         called.append("compiled")
         raise RuntimeError("what is wrong shows when a kernel is loaded")
 
-    monkeypatch.setattr(ahead, "compile_builds", compile_builds)
-    monkeypatch.setattr(ahead, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(background, "compile_builds", compile_builds)
+    monkeypatch.setattr(background, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
     stages, gpu = Stages(), FakeGpu()
     run = Runner((add_bf16(),), no_fallback, name="c", gpus=lambda _: gpu, stages=stages)
     told: list[tuple[int, int]] = []
@@ -530,7 +531,7 @@ def test_devices_without_an_index_are_the_current_one(monkeypatch: pytest.Monkey
 def test_compile_all_leaves_a_missing_gpu_to_the_runners() -> None:
     run = Runner((add_bf16(),), no_fallback, name="c")
     compile_all([run], torch.device("cpu"))
-    assert run.ahead is None
+    assert run.background is None
 
 
 def test_what_takes_little_of_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

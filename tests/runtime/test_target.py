@@ -275,14 +275,14 @@ def test_keys_do_not_depend_on_which_kernel_had_the_first() -> None:
 
 LEAVING = """
 from fusion_compiler.runtime import builds
-from fusion_compiler.runtime.ahead import Ahead
+from fusion_compiler.runtime.background import BackgroundBuilds
 from fusion_compiler.runtime.progress import Progress
 from tests.runtime.test_target import fresh_build
 
 builds.prepare()
-ahead = Ahead([fresh_build(300 + i) for i in range(60)], Progress(enabled=False))
-assert ahead.is_needed
-print(ahead._thread.is_alive())
+background = BackgroundBuilds([fresh_build(300 + i) for i in range(60)], Progress(enabled=False))
+assert background.is_needed
+print(background._thread.is_alive())
 """
 
 

@@ -63,7 +63,7 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
 def _beside_a_row(a: Analysis) -> int:
     """Return the largest number of neighbours in memory, all that a tensor has for a row, which are loaded or
     stored one by one for each row; 0 in nests without rows."""
-    over = frozenset[str]().union(*(a.over(i) for i in a.reductions))
+    over = frozenset[str]().union(*(a.reduced_groups(i) for i in a.reductions))
     if not over <= {COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
         return 0
     cols = axes_in(a.loops.axes, (COLS,))
@@ -162,12 +162,12 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     every result.
     """
     loops, groups = a.loops, a.groups
-    along_row = bool(a.scans) or any(a.over(i) == frozenset({COLS}) for i in a.reductions)
+    along_row = bool(a.scans) or any(a.reduced_groups(i) == frozenset({COLS}) for i in a.reductions)
     present = {axis.group for axis in loops.axes} & (TILE - {COLS} if along_row else TILE)
     reduced: list[frozenset[str]] = []
     for i, node in enumerate(loops.nodes):
         over = frozenset[str]().union(*(reduced[o] for o in operands_of(node)))
-        reduced.append(over | a.over(i) & TILE if isinstance(node, Reduce) else over)
+        reduced.append(over | a.reduced_groups(i) & TILE if isinstance(node, Reduce) else over)
     live = {i for i, axis in enumerate(loops.axes) if axis.size != 1 and axis.group in TILE}
     empty = {i for i, axis in enumerate(loops.axes) if axis.size == 0}
     perhaps_empty = {
@@ -199,7 +199,7 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
     in_windows = windowed.runs(loops)
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
-        if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.over(i)):
+        if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.reduced_groups(i)):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
         if not in_windows:
             continue

@@ -10,7 +10,7 @@ from fusion_compiler.runtime.builds import Build, compile_builds, is_cached
 from fusion_compiler.runtime.progress import Progress
 
 
-class Ahead:
+class BackgroundBuilds:
     """The thread of this object brings `builds` into Triton's cache on disk.
 
     progress: shows how many are done while someone waits. The thread ends with the process, which kernels
