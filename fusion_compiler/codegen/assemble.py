@@ -27,7 +27,7 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
-from fusion_compiler.codegen.placed import Emitter
+from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.second_stages import (
     RowStage,
@@ -459,7 +459,7 @@ class _Placed(_Part[Placement]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        emitter = Emitter(PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty))
+        emitter = ProductEmitter(PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty))
         body, grid = emitter.program(number, self.split)
         return [], self.finished(rewritten(body)), grid
 

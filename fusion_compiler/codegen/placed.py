@@ -34,7 +34,6 @@ import torch
 from fusion_compiler.codegen import expression, monoids
 from fusion_compiler.codegen.bits import floats_of, widened_byte
 from fusion_compiler.codegen.expression import computed, convert
-from fusion_compiler.codegen.products import ProductSums
 from fusion_compiler.codegen.second_stages import Partial, Split
 from fusion_compiler.codegen.tile import (
     Assign,
@@ -123,7 +122,7 @@ class Emitter:
         self.where = PlacedAxes.of(loops, placement)
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
-        self.node_axes, self.products = analysis.node_axes, ProductSums(self)
+        self.node_axes = analysis.node_axes
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
         unrolled = placed(leaves, Place.UNROLL)
         self.unrolled = [[leaf for leaf in unrolled if leaf in of_node] for of_node in self.depends]
@@ -171,17 +170,17 @@ class Emitter:
         lanes = frozenset(self.lanes)
         leaves = self.where.of_axes(self.where.leaves)
         repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
-        factors = self.products.as_held()
         for number in () if repeats else sorted(self.needed):
             node = self.loops.nodes[number]
             if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
                 continue
             if self.depends[number].isdisjoint(self.where.grid):
                 continue
-            if number in factors:
-                self.products.factor(*factors[number])
-            else:
-                self.tile(number)
+            self.load_whole(number)
+
+    def load_whole(self, number: int) -> None:
+        """Load a whole tile before it is read."""
+        self.tile(number)
 
     # -- leaves ----------------------------------------------------------------------------------------
 
@@ -537,8 +536,6 @@ class Emitter:
 
     def options(self, node: Load) -> Mapping[str, Expression]:
         """Return the keyword arguments of a load."""
-        if node in self.products.streamed:
-            return {**self.load_options, "eviction_policy": Literal("evict_first")}
         return self.load_options
 
     def is_shared_within(self, node: Load) -> bool:
@@ -883,8 +880,6 @@ class Emitter:
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = placed(self.where.reduced_by(node), Place.LOOP)
-        if number in self.products.of and not around:
-            return self.products.at_once(number)
         if not around:
             state, variants = None, self.variants(self.where.reduced_by(node))
             for elements in variants:
@@ -912,10 +907,7 @@ class Emitter:
                 assert isinstance(reduce, Reduce)
                 for inner in self.variants(self.where.reduced_by(reduce)):
                     with self.fixed(elements | inner):
-                        if n in self.products.of:
-                            self.products.step(n, state)
-                        elif (term := self.term(n, reduce)) is not None:
-                            self.add(monoids.step(reduce, cast(Var, state.value), term.value))
+                        self.add_terms(n, reduce, state)
         for (n, elements), state in zip(together, states, strict=True):
             reduce = self.loops.nodes[n]
             assert isinstance(reduce, Reduce)
@@ -925,13 +917,6 @@ class Emitter:
         tile = self.cached(number)
         assert tile is not None
         return tile
-
-    @contextmanager
-    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
-        """Emit tiles that have these dimensions."""
-        before, self.where = self.where, replace(self.where, lanes=lanes)
-        yield
-        self.where = before
 
     def sharing_loop(self, number: int, around: list[Leaf]) -> list[int]:
         """Return the reductions that can share a loop: over the same loops, in the same block, and none reads
@@ -952,10 +937,13 @@ class Emitter:
         loops = {scope.loop for scope in self.scopes[: self.depth + 1]}
         return all(leaf in loops for leaf in placed(leaves, Place.LOOP))
 
+    def add_terms(self, number: int, node: Reduce, state: Tile) -> None:
+        """Add a reduction's terms of the open block to its accumulator."""
+        if (term := self.term(number, node)) is not None:
+            self.add(monoids.step(node, cast(Var, state.value), term.value))
+
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
-        if number in self.products.of:
-            return self.products.start(number)
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
         lanes = self.lanes_of_state(node)
@@ -1031,8 +1019,6 @@ class Emitter:
     ) -> Tile:
         """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
         fold."""
-        if number in self.products.of:
-            return self.products.fold(number, state)
         several, folds = len(self.lanes) > 1, placed(self.where.reduced_by(node), Place.LANES)
         steps = [(self.lanes.index(leaf), frozenset({leaf})) for leaf in reversed(folds)]  # neighbours first
         if len(folds) > 1 and state.lanes == frozenset(folds) == frozenset(self.lanes):
