@@ -256,3 +256,16 @@ def test_conversions_of_autocast_and_of_decompositions_round_nothing() -> None:
     fast = fc.compile(fn, backend="interpret", strict=True)
     fast(torch.randn(8, 8), torch.randn(8, 8))
     assert not any(plan.dag.op(name).rounds for plan in fast.plan for name in plan.dag.order)
+
+
+def test_a_reduction_of_loaded_places_beside_one_of_everything_compiles() -> None:
+    """A random program: it ran eager."""
+
+    def f(a: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        y = a.to(torch.float32, copy=True)
+        return F.group_norm(y.permute(2, 1, 0)[places], 1), y.std((0, 1, 2), correction=0) + 0.1
+
+    inputs = x(13, 3, 8).half(), torch.randperm(8)
+    results = fc.compile(f, backend="interpret", strict=True)(*inputs)
+    for ours, eager in zip(results, f(*inputs), strict=True):
+        torch.testing.assert_close(ours, eager)
