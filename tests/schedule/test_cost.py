@@ -493,20 +493,17 @@ def test_faster_devices_are_faster():
 
 
 def test_the_model_is_fast():
-    """Thousands of calls a compile: for 30 nodes as long as 1200 turns of a loop, whatever the machine is."""
+    """Thousands of calls a compile: for 30 nodes at most as long as 3000 turns of a loop, whatever the machine is."""
     n = dropout_layer_norm()
     nest = n.nest()
     assert len(nest.nodes) >= 26
     analysis = Analysis(nest)  # legality has made it
     assert first_refusal(analysis, H200) is None
 
-    def shortest(work: Callable[[], object]) -> float:
-        times: list[float] = []
-        for _ in range(50):
-            start = time.process_time()
-            work()
-            times.append(time.process_time() - start)
-        return min(times)
+    def seconds(work: Callable[[], object]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
 
     def loop() -> int:
         total = 0
@@ -514,8 +511,13 @@ def test_the_model_is_fast():
             total += i * i
         return total
 
-    ours = shortest(lambda: [cost_of(nest, H200, n.buffers, analysis=analysis) for _ in range(10)]) / 10
-    assert ours < 3000 * shortest(loop) / 10_000
+    def model() -> list[object]:
+        return [cost_of(nest, H200, n.buffers, analysis=analysis) for _ in range(10)]
+
+    # In turns, since machines are noisy.
+    rounds = [(seconds(model) / 10, seconds(loop) / 10_000) for _ in range(50)]
+    ours, turn = map(min, zip(*rounds, strict=True))
+    assert ours < 3000 * turn
 
 
 def lone(target: OpOverload, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dtype: torch.dtype) -> Op:
