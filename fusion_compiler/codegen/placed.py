@@ -171,12 +171,10 @@ class Emitter:
         leaves = self.where.of_axes(self.where.leaves)
         repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
         for number in () if repeats else sorted(self.needed):
-            node = self.loops.nodes[number]
-            if not isinstance(node, Load) or operands_of(node) or len(self.depends[number] & lanes) < 2:
-                continue
-            if self.depends[number].isdisjoint(self.where.grid):
-                continue
-            self.load_whole(number)
+            node, depends = self.loops.nodes[number], self.depends[number]
+            is_tile = isinstance(node, Load) and not operands_of(node) and len(depends & lanes) > 1
+            if is_tile and not depends.isdisjoint(self.where.grid):
+                self.load_whole(number)
 
     def load_whole(self, number: int) -> None:
         """Load a whole tile before it is read."""

@@ -1,4 +1,7 @@
-"""What an emitter keeps: the values of the tile program, its open blocks, and the nest."""
+"""Define what an emitter keeps: values of the tile program, its open blocks, and the nest.
+
+The emitters (`codegen.placed` and those that extend it) share these classes.
+"""
 
 from __future__ import annotations
 

@@ -493,7 +493,7 @@ def test_faster_devices_are_faster():
 
 
 def test_the_model_is_fast():
-    """Thousands of calls a compile: for 30 nodes at most as long as 3000 turns of a loop, whatever the machine is."""
+    """A compile makes thousands of calls. One of 30 nodes takes no longer than 3000 turns of a loop."""
     n = dropout_layer_norm()
     nest = n.nest()
     assert len(nest.nodes) >= 26

@@ -686,8 +686,8 @@ class Lowering(Builder):
             axes = frozenset(self.group_axes[COLS]) - keys
         else:
             axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms if reduced.shape[d] != 1)
-        if not axes <= frozenset(range(len(self.space.axes))):  # where an index is loaded, no axis is reduced
-            raise Illegal("rows", f"{op.name} reduces what lies at loaded places")
+        if not axes <= frozenset(range(len(self.space.axes))):  # others are loaded indices
+            raise Illegal("rows", f"{op.name} reduces elements at loaded places, and not along an axis")
         is_whole = simple(product(self.space.axes[k] for k in axes)) == simple(product(sizes))
         kept_shape = tuple(reduced.shape[d] for d in reduced.kept)
         if not is_whole or axes & keys or not is_bijection(kept, kept_shape, self.extents):
