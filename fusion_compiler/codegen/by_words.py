@@ -86,20 +86,34 @@ class ByWords(Plain):
         return *self.shape_key(e), self.word
 
 
-def by_words(e: RowTiles, state: State) -> State:
-    """Return the state with which a loop keeps a reduction, by words if it is a sum of products."""
-    if not isinstance(state, Plain) or state.number not in e.a.weighted:
-        return state
-    full = [n for i, n in enumerate(e.loops.nodes) if isinstance(n, Load) and e.is_full(i)]
-    widest = max((e.dtypes[n.buffer].itemsize for n in full), default=4)
+def by_words(e: RowTiles, states: Sequence[State]) -> list[State]:
+    """Return the states with which a loop keeps reductions: by words those that are sums of products."""
+    widest = max((e.dtypes[load.buffer].itemsize for load in _matrices(e)), default=4)
     word = min(2 * WORD // widest, WORD, e.lanes[-1].lanes)
-    if word <= 1:
+
+    def kept(state: State) -> State:
+        if word > 1 and isinstance(state, Plain) and state.number in e.a.weighted:
+            return ByWords(state.number, word)
         return state
+
+    result = [kept(state) for state in states]
+    if any(isinstance(state, ByWords) for state in result):
+        e.by_words = dict.fromkeys(_bytes_beside_words(e), word)
+    return result
+
+
+def _matrices(e: RowTiles) -> list[Load]:
+    """Return the loads that vary over rows and columns."""
+    return [n for i, n in enumerate(e.loops.nodes) if isinstance(n, Load) and e.is_full(i)]
+
+
+def _bytes_beside_words(e: RowTiles) -> list[Load]:
+    """Return the matrices of bytes, if elements of two bytes are loaded along their rows."""
     lane = {e.lanes[-1]}
-    beside = (n for n in e.loops.nodes if isinstance(n, Load) and e.where.of_index(n.index) & lane)
-    if any(e.dtypes[n.buffer].itemsize == 2 for n in beside):
-        e.by_words |= {n: word for n in full if e.dtypes[n.buffer].itemsize == 1 and _is_contiguous(e, n)}
-    return ByWords(state.number, word)
+    along = (n for n in e.loops.nodes if isinstance(n, Load) and e.where.of_index(n.index) & lane)
+    if all(e.dtypes[load.buffer].itemsize != 2 for load in along):
+        return []
+    return [m for m in _matrices(e) if e.dtypes[m.buffer].itemsize == 1 and _is_contiguous(e, m)]
 
 
 def _is_contiguous(e: RowTiles, load: Load) -> bool:

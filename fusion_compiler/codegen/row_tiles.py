@@ -65,7 +65,7 @@ class RowTiles(Emitter):
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
         self.rest = 0  # columns of the last block
-        self.by_words: dict[Load, int] = {}  # load -> elements that a thread loads together
+        self.by_words: Mapping[Load, int] = {}  # load -> the elements that a thread loads together
         self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
 
     def reduction(self, number: int) -> Reduce:

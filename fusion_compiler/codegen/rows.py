@@ -147,7 +147,7 @@ class RowEmitter(RowTiles):
         for number in range(last + 1):
             self.is_last_pass = number == last
             states = self.states([n for n in reductions if level[n] == number + 1])
-            states = states if loop is None else [by_words(self, state) for state in states]
+            states = states if loop is None else by_words(self, states)
             writes = [s for s in full if complete[s] == number]
             partial = [n for n in self.a.segmented if level[n] == number + 1]
             if not states and not writes and not partial:
