@@ -14,7 +14,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fusion_compiler.api import Compiler
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
+from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.optimizer import launch
 from fusion_compiler.optimizer.kernel import kernel_of
@@ -106,36 +107,35 @@ def steps() -> Iterator[tuple[str, Kernel]]:
             yield from ((f"{kernel.name} in {dtype}", kernel) for kernel in emitted)
 
 
+def first_candidates(case: str, plans: Iterable[FusionPlan]) -> Iterator[tuple[str, Kernel]]:
+    """Yield the kernels of each cluster's first candidate with a name."""
+    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
+    for plan in plans:
+        for cluster in execution_order(plan):
+            program, *_ = compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device)
+            yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
+
+
 def kernels() -> Iterator[tuple[str, Kernel]]:
     """Yield the case and name of each kernel, and the kernel."""
     yield from steps()
-    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
     for case in MAKERS:
         for program in programs_of(case):
             yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
     for case, fn, inputs in products():
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             plans = fc.explain(fn, *map(mode.from_tensor, inputs), device=DEVICE).plans
-        for plan in plans:
-            for cluster in execution_order(plan):
-                key = canonical(cluster, plan.dag)
-                program, *_ = compiler.emit(key, cluster, plan.dag, device)
-                yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
+        yield from first_candidates(case, plans)
 
 
 def benchmarked() -> Iterator[tuple[str, Kernel]]:
     """Yield the kernels of each benchmark case, forward and backward, as `kernels` does."""
-    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
     for case in ALL_CASES:
         torch._dynamo.reset()
         with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(bool(case.differentiate)):
             inputs = leaves(case.inputs("cpu"), case.differentiate)
             plans = fc.explain(case.fn, *inputs.values(), device=DEVICE).plans
-        for plan in plans:
-            for cluster in execution_order(plan):
-                key = canonical(cluster, plan.dag)
-                program, *_ = compiler.emit(key, cluster, plan.dag, device)
-                yield from ((f"{case.name}: {kernel.name}", kernel) for kernel in program.kernels)
+        yield from first_candidates(case.name, plans)
 
 
 def summary(kernel: Kernel) -> dict[str, Any]:
