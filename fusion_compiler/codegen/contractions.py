@@ -21,23 +21,9 @@ from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.loops import COLS, ROWS, Load, operands_of
 from fusion_compiler.ir.syntax import Expression, Var, fm, tl
 from fusion_compiler.schedule.contractions import Contraction, column_parts, contractions_of
-from fusion_compiler.schedule.tile_products import ONE, held, source
+from fusion_compiler.schedule.tile_products import Terms, held, source
 
-TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly, as one holds `ONE`
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Terms count the bfloat16 numbers that represent an element of the matrix, and one of the vectors."""
-
-    matrix: int
-    vectors: int
-
-    @property
-    def parts(self) -> int:
-        """Return the parts of the sums: one per term of the vectors, and at least one for the rest of the
-        matrix."""
-        return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
+TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly
 
 
 class ContractingEmitter(PieceEmitter):
@@ -86,11 +72,9 @@ class ContractingEmitter(PieceEmitter):
         """Return the terms of a contraction, or None if too little of a float32 matrix would be
         represented."""
         is_exact = any(i not in self.fp16 for i in c.sums)
-        dtypes = [held(self.loops, self.dtypes, n) for n in (c.matrix, *c.vectors)]
-        matrix = 1 if dtypes[0] in ONE else 2
-        if matrix == 2 and is_exact and dtypes[0] not in TWO:
-            return None
-        return Terms(matrix, 1 if all(d in ONE for d in dtypes[1:]) else 3 if is_exact else 2)
+        matrix, *vectors = (held(self.loops, self.dtypes, n) for n in (c.matrix, *c.vectors))
+        terms = Terms.of(matrix, vectors, is_exact)
+        return None if terms.matrix == 2 and is_exact and matrix not in TWO else terms
 
     def _kept_as_loaded(self, c: Contraction) -> Iterator[int]:
         """Yield the load of a bfloat16 matrix that only the terms of contracted sums read."""

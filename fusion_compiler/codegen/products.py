@@ -24,12 +24,11 @@ import torch
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.values import PlacedNest, Tile
-from fusion_compiler.ir.loops import Load, Reduce
+from fusion_compiler.ir.loops import Load, Node, Reduce
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, fm, tl
 from fusion_compiler.schedule.contractions import column_parts
-from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
-from fusion_compiler.schedule.tile_products import ONE, held, products_of, source
+from fusion_compiler.schedule.tile_products import ONE, Terms, held, products_of, source
 
 
 class ProductEmitter(Emitter):
@@ -42,18 +41,20 @@ class ProductEmitter(Emitter):
 
     def __init__(self, nest: PlacedNest) -> None:
         super().__init__(nest)
-        loops, products = self.loops, products_of(self.loops, self.placement, self.where)
-        looped = {leaf.axis for leaf in self.where.of_axes(self.where.leaves) if leaf.place is Place.LOOP}
-        matrices = (of.matrix for of in products.values() if of.terms.axis in looped)
-        self.products, self.streamed = products, {loops.nodes[source(loops, n)] for n in matrices}
-        sides = ((of, (of.matrix, of.rows), (of.vectors, of.few)) for of in products.values())
-        factors = [(*side, of.terms) for of, *both in sides for side in both]
-        self.factors = {source(loops, f[0]): f for f in factors if self._load(f[0]) is not None}
+        self.products = products_of(self.loops, self.placement, self.where)
+        self.streamed = set[Node]()
+        self.factors: dict[int, tuple[int, Leaf, Leaf]] = {}
+        for number, of in self.products.items():
+            if self._loops_over(number):
+                self.streamed.add(self.loops.nodes[source(self.loops, of.matrix)])
+            for factor, side in ((of.matrix, of.rows), (of.vectors, of.few)):
+                if self._load(factor) is not None:
+                    self.factors[source(self.loops, factor)] = factor, side, of.terms
 
     # -- sums, as reductions -------------------------------------------------------------------------------
 
     def reduced(self, number: int, node: Reduce) -> Tile:
-        if number in self.products and not placed(self.where.reduced_by(node), Place.LOOP):
+        if number in self.products and not self._loops_over(number):
             return self._product(number, self.let("products", self._multiplied(number, self._zeros(number))))
         return super().reduced(number, node)
 
@@ -74,24 +75,26 @@ class ProductEmitter(Emitter):
     ) -> Tile:
         if number not in self.products:
             return super().folded(number, node, state, base, join_key)
-        is_split = self._split(number) > 1
-        return self._product(
-            number, self.let("products", tl.sum(state.value, axis=0)) if is_split else state.value
-        )
+        value = state.value
+        if self._split(number) > 1:
+            value = self.let("products", tl.sum(value, axis=0))
+        return self._product(number, value)
+
+    def _loops_over(self, number: int) -> bool:
+        """True if a loop goes over parts of a product's terms."""
+        axis = self.products[number].terms.axis
+        return any(leaf.place is Place.LOOP for leaf in self.where.leaves[axis])
 
     def _multiplied(self, number: int, total: Expression, split: int = 1) -> Expression:
         """Return the sums with the products of the open block added to `total`."""
         of = self.products[number]
         matrix, vectors = self.factor(of.matrix, of.rows, of.terms), self.factor(of.vectors, of.few, of.terms)
-        return fm.contract(matrix, vectors, total, *self._counts(number), *([split] if split > 1 else []))
+        terms, apart = self._terms(number), [split] if split > 1 else []
+        return fm.contract(matrix, vectors, total, terms.matrix, terms.vectors, terms.parts, *apart)
 
-    def _counts(self, number: int) -> tuple[int, int, int]:
-        """Return the bfloat16 numbers that represent an element of the matrix, those of an element of the
-        vectors, and the parts of the sums."""
-        of = self.products[number]
-        of_matrix = 1 if self._held(of.matrix) in ONE else 2
-        of_vectors = 1 if self._held(of.vectors) in ONE else 2 if number in self.fp16 else 3
-        return of_matrix, of_vectors, 4 if of_vectors > 2 else max(of_matrix, of_vectors)
+    def _terms(self, number: int) -> Terms:
+        matrix, vectors = self._held(self.products[number].matrix), self._held(self.products[number].vectors)
+        return Terms.of(matrix, (vectors,), number not in self.fp16)
 
     def _split(self, number: int) -> int:
         """Return the parts of a block's terms that a loop adds up apart, one for each warp."""
@@ -100,12 +103,12 @@ class ProductEmitter(Emitter):
 
     def _zeros(self, number: int, split: int = 1) -> Expression:
         of = self.products[number]
-        shape = [of.rows.lanes, of.few.lanes * self._counts(number)[-1]]
+        shape = [of.rows.lanes, of.few.lanes * self._terms(number).parts]
         return tl.zeros([split, *shape] if split > 1 else shape, torch.float32)
 
     def _product(self, number: int, value: Expression) -> Tile:
         """Return a sum of its parts, in the order of the tile's dimensions."""
-        of, (*_, parts) = self.products[number], self._counts(number)
+        of, parts = self.products[number], self._terms(number).parts
         if parts > 1:
             value = self.let("products", fm.contracted(value, parts))
         if of.few.order < of.rows.order:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.analysis import rounding_of
-from fusion_compiler.schedule.placed_axes import PlacedAxes, placed
+from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 
 MUL = torch.ops.aten.mul.Tensor
@@ -32,6 +32,27 @@ class Product:
     terms: Leaf
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The bfloat16 numbers that represent an element of a product's matrix, and one of its vectors."""
+
+    matrix: int
+    vectors: int
+
+    @classmethod
+    def of(cls, matrix: torch.dtype | None, vectors: Iterable[torch.dtype | None], is_exact: bool) -> Terms:
+        """Return the terms of factors. matrix, vectors: the dtypes that hold them, as `held` says. is_exact:
+        the sum needs all digits of float32."""
+        of_vectors = 1 if all(dtype in ONE for dtype in vectors) else 3 if is_exact else 2
+        return cls(1 if matrix in ONE else 2, of_vectors)
+
+    @property
+    def parts(self) -> int:
+        """Return the parts of the sums: one per term of the vectors, and at least one for the rest of the
+        matrix."""
+        return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
+
+
 def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | None:
     """Return the product of tiles that a reduction is, or None if it is none. where: the nest's axes."""
     node = loops.nodes[number]
@@ -43,8 +64,10 @@ def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | Non
         return None
     tiles = [where.depends[factor].intersection(where.lanes) for factor in factors]
     terms, sides = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
-    reduced = frozenset(placed(where.reduced_by(node), Place.LANES))
-    if reduced != terms or [len(terms), *map(len, sides)] != [1, 1, 1]:
+    apart = where.of_axes(node.axes) - terms  # the rest of the terms, which a loop may go over
+    if not terms <= where.of_axes(node.axes) or any(leaf.place is not Place.LOOP for leaf in apart):
+        return None
+    if [len(terms), *map(len, sides)] != [1, 1, 1]:
         return None
     (few, vectors), (rows, matrix) = sorted(
         ((next(iter(leaf)), factor) for leaf, factor in zip(sides, factors, strict=True)),
