@@ -17,7 +17,6 @@ import torch
 
 from fusion_compiler.codegen import replicated
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
-from fusion_compiler.codegen.contractions import ContractingEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.names import GLOBAL
 from fusion_compiler.codegen.passes import (
@@ -54,9 +53,8 @@ from fusion_compiler.ir.loops import (
     symbols_of,
 )
 from fusion_compiler.ir.loops import Store as LoopStore
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, plus, tl
+from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
-from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
@@ -67,6 +65,8 @@ from fusion_compiler.schedule.verifier import placed_registers
 ENOUGH_REGISTERS = 128
 NOTHING: Mapping[int, int] = {}
 NO_OPTIONS: Mapping[str, Expression] = {}
+# Options of loads of what other programs have stored: the L1 cache may hold older lines.
+FROM_L2: Mapping[str, Expression] = {"cache_modifier": Literal(".cg")}
 FIRST = Literal(0)  # the number of the only program
 
 
@@ -146,7 +146,7 @@ def build(
         None if isinstance(s, Placement) else row_stage_of(a, s, numbers, tickets) for a, s in scheduled
     ]
     splits = [
-        split_by_placement(a, s, numbers)
+        split_by_placement(a, s, numbers, tickets)
         if isinstance(s, Placement)
         else split_by_segments(a, s, numbers)
         for a, s in scheduled
@@ -155,9 +155,11 @@ def build(
         {**split.partials, **mailboxes(a, s, i)}
         for i, ((a, s), split) in enumerate(zip(scheduled, splits, strict=True))
     ]
+    last = (split.last for split in splits if split.last is not None)
     scratch = (
         *(b for stage in over_rows if stage is not None for b in stage.scratch),
         *(b for named_buffers in named for b in named_buffers.values()),
+        *(stage.counter for stage in last),
     )
     if any(s.splits > 1 for s in schedules):
         constants = None
@@ -318,6 +320,13 @@ class _Part(ABC, Generic[S]):
         constant = frozenset(map(self.name, pointers & self.constants))
         return launched_dependently(body, constant, frozenset(map(self.name, pointers)), self.s.early)
 
+    def if_last(self, counter: Buffer, numbers: Sequence[Expression], programs: Dim, call: Do) -> If:
+        """Return a call by the program that draws the last ticket, which sets the counter back to zero.
+        numbers: of the counter, if there are several. programs: how many draw."""
+        ticket = plus(Name(f"{counter.name}_ptr"), *numbers)
+        last = tl.atomic_add(ticket, 1).eq(lift(simple(programs - 1)))
+        return If(last, [Store(ticket, Literal(0)), call])
+
     def name(self, buffer: str) -> Name:
         return Name(self.parameters[buffer].name)
 
@@ -387,8 +396,6 @@ class _Assembly(_Part[Schedule]):
             kind = AlignedRowEmitter
         elif self.a.segmented:
             kind = SegmentEmitter
-        elif contracts(self.a, self.s) and contractions_of(self.a):
-            kind = ContractingEmitter
         mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
         pointers = self.pointers | mails
         return kind(PlacedNest(self.a, self.placement, pointers, self.dtypes, self.empty, load_options))
@@ -420,7 +427,7 @@ class _Assembly(_Part[Schedule]):
         if second is None or second.counter is None:
             return []
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        inner = part.emitter({"cache_modifier": Literal(".cg")})
+        inner = part.emitter(FROM_L2)
         loads = {place: emitter.variable_of(emitter.tile(n)) for n, place in second.loads.items()}
         names = {place: Name(f"{variable.base}_{place}") for place, variable in loads.items()}
         for place, loaded in names.items():
@@ -432,11 +439,10 @@ class _Assembly(_Part[Schedule]):
         parameters = [Name("block") for _ in blocks]
         body, _ = inner.rows_program(parameters[0] if blocks else FIRST, None)
         body = rewritten(body, part.roundings())
-        pointers, ticket = part.used(body), plus(Name(f"{second.counter.name}_ptr"), *numbers)
-        last = tl.atomic_add(ticket, 1).eq(second.programs * self.s.splits - 1)
-        call = Global(name)(*numbers, *loads.values(), *pointers)
+        pointers = part.used(body)
+        call = Do(Global(name)(*numbers, *loads.values(), *pointers))
         emitter.add(Do(tl.debug_barrier()))
-        emitter.add(If(last, [Store(ticket, Literal(0)), Do(call)]))
+        emitter.add(self.if_last(second.counter, numbers, second.programs * self.s.splits, call))
         return [Function(name, (*parameters, *names.values(), *pointers), body)]
 
 
@@ -459,9 +465,32 @@ class _Placed(_Part[Placement]):
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        emitter = ProductEmitter(PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty))
+        emitter = self.emitter(NO_OPTIONS)
         body, grid = emitter.program(number, self.split)
-        return [], self.finished(rewritten(body)), grid
+        functions = self.last_program(emitter, f"{name}_last")
+        return functions, self.finished(rewritten(body)), grid
+
+    def emitter(self, load_options: Mapping[str, Expression]) -> ProductEmitter:
+        nest = PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty, load_options)
+        return ProductEmitter(nest)
+
+    def last_program(self, emitter: ProductEmitter, name: str) -> list[Function]:
+        """Let the last program of those that share a reduction run its part of the second stage: see
+        `_Assembly.last_program`."""
+        last = self.split.last
+        if last is None:
+            return []
+        loops = last.loops
+        inner = Split({}, (), {}, loops.stores)
+        part = _Placed(Analysis(loops), last.placement, self.signature, self.scratch, inner)
+        parameters = [Name("block")] if last.blocks else []
+        body, _ = part.emitter(FROM_L2).program(parameters[0] if parameters else FIRST, inner)
+        body, numbers = rewritten(body), [emitter.number_of(last.blocks)] if last.blocks else []
+        pointers = part.used(body)
+        call = Do(Global(name)(*numbers, *pointers))
+        emitter.add(Do(tl.debug_barrier()))
+        emitter.add(self.if_last(last.counter, numbers, last.programs, call))
+        return [Function(name, (*parameters, *pointers), body)]
 
 
 def rewritten(body: list[Statement], stored_at_once: Mapping[int, int] = NOTHING) -> list[Statement]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+import torch
+
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
@@ -12,7 +14,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import refusal, schedules
-from fusion_compiler.schedule.tile_products import with_short_products
+from fusion_compiler.schedule.tile_products import with_exact_products
 from fusion_compiler.schedule.verifier import tile_sizes
 
 MORE_EARLY = 3  # programs that load constants early, per other program
@@ -43,8 +45,8 @@ def emit(
         their benefit shows only among other kernels.
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
-    itemsizes = {buffer.name: buffer.dtype.itemsize for buffer in buffers.values()}
-    choices = [_exact(loops, choice, itemsizes) for loops, choice in zip(nests, choices, strict=True)]
+    dtypes = {buffer.name: buffer.dtype for buffer in buffers.values()}
+    choices = [_exact(loops, choice, dtypes) for loops, choice in zip(nests, choices, strict=True)]
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
@@ -65,12 +67,12 @@ def emit(
 
 
 def _exact(
-    loops: LoopNest, schedules: tuple[Schedule | Placement, ...], itemsizes: Mapping[str, int]
+    loops: LoopNest, schedules: tuple[Schedule | Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Schedule | Placement, ...]:
     """Keep the schedules that multiply on tensor cores nothing that has more bits than these take."""
     placements = tuple(s for s in schedules if isinstance(s, Placement))
-    short = with_short_products(loops, placements, itemsizes)
-    return tuple(s for s in schedules if isinstance(s, Schedule) or s in short)
+    exact = with_exact_products(loops, placements, dtypes)
+    return tuple(s for s in schedules if isinstance(s, Schedule) or s in exact)
 
 
 def fills_threads(

@@ -27,8 +27,6 @@ from fusion_compiler.codegen.tensor_units import both as both
 from fusion_compiler.codegen.tensor_units import contract as contract
 from fusion_compiler.codegen.tensor_units import contract_apart as contract_apart
 from fusion_compiler.codegen.tensor_units import contracted as contracted
-from fusion_compiler.codegen.tensor_units import halves as halves
-from fusion_compiler.codegen.tensor_units import stack as stack
 
 
 @triton.jit
@@ -625,6 +623,12 @@ def repeated(x, count: tl.constexpr):
     """Return a tile with each column repeated `count` times."""
     if len(x.shape) == 1:
         return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], count]), [x.shape[0] * count])
+    elif len(x.shape) == 4:
+        rows = tl.reshape(x, [x.shape[0] * x.shape[1] * x.shape[2], x.shape[3]])
+        return tl.reshape(repeated(rows, count), [x.shape[0], x.shape[1], x.shape[2], x.shape[3] * count])
+    elif len(x.shape) == 3:
+        rows = tl.reshape(x, [x.shape[0] * x.shape[1], x.shape[2]])
+        return tl.reshape(repeated(rows, count), [x.shape[0], x.shape[1], x.shape[2] * count])
     else:
         wide = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], count])
         return tl.reshape(wide, [x.shape[0], x.shape[1] * count])

@@ -81,7 +81,7 @@ from fusion_compiler.ir.syntax import (
 from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, operand_of
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.placement import In, Leaf, Place, Stage
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -133,6 +133,7 @@ class Emitter:
         self.depth = 0  # of the block to which statements are added
         self.needed = set[int]()  # nodes of which the program stores something
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
+        self.apart: object = None  # the dimensions of tiles that have others than most
 
     @property
     def lanes(self) -> tuple[Leaf, ...]:
@@ -213,6 +214,11 @@ class Emitter:
                 lanes = self.let(self.name_of(leaf), lanes)
             self.scopes[0].tiles[key] = Tile(lanes, frozenset({leaf}), True)
         return self.scopes[0].tiles[key]
+
+    def number_of(self, leaves: Sequence[Leaf]) -> Expression:
+        """Return the number of a program among those that differ in these leaves of the grid."""
+        steps = strides_of(tuple(leaf.extent for leaf in leaves))
+        return self.sum_of(list(zip(map(self.element, leaves), steps, strict=True)))
 
     def name_of(self, lanes: Leaf) -> str:
         """Return the name of the variable that numbers lanes."""
@@ -437,7 +443,8 @@ class Emitter:
 
     def key(self, number: int) -> object:
         unrolled = self.unrolled[number]
-        return number, tuple([(leaf, self.at[leaf]) for leaf in unrolled]) if unrolled else ()
+        elements = tuple([(leaf, self.at[leaf]) for leaf in unrolled]) if unrolled else ()
+        return number, elements, self.apart
 
     def cached(self, number: int) -> Tile | None:
         key = self.key(number)
@@ -875,6 +882,11 @@ class Emitter:
 
     # -- reductions ----------------------------------------------------------------------------------------
 
+    def reduction(self, number: int) -> Reduce:
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
+        return node
+
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = placed(self.where.reduced_by(node), Place.LOOP)
@@ -891,7 +903,7 @@ class Emitter:
                     state = self.joined(state.value, state, term)
             if state is None:
                 state = self.started(number)
-            return self.folded(number, node, state)
+            return self.folded(number, node, state, join_key=self.join_key(number))
         at = self.at
         numbers = self.sharing_loop(number, around)
         together = [(n, each) for n in numbers for each in self.variants(self.depends[n])]
@@ -910,7 +922,8 @@ class Emitter:
             reduce = self.loops.nodes[n]
             assert isinstance(reduce, Reduce)
             with self.fixed(elements):
-                self.scopes[self.depth].tiles[self.key(n)] = self.folded(n, reduce, state)
+                tile = self.folded(n, reduce, state, join_key=self.join_key(n))
+                self.scopes[self.depth].tiles[self.key(n)] = tile
         self.at = at
         tile = self.cached(number)
         assert tile is not None
@@ -936,15 +949,32 @@ class Emitter:
         return all(leaf in loops for leaf in placed(leaves, Place.LOOP))
 
     def add_terms(self, number: int, node: Reduce, state: Tile) -> None:
-        """Add a reduction's terms of the open block to its accumulator."""
+        """Add a reduction's terms of the open block to its accumulator, or what they come to in this turn."""
         if (term := self.term(number, node)) is not None:
-            self.add(monoids.step(node, cast(Var, state.value), term.value))
+            value = term.value
+            for leaf in self.in_turn(number):
+                value = monoids.fold(node, value, self.lanes.index(leaf), keep=len(self.lanes) > 1)
+            self.add(monoids.step(node, cast(Var, state.value), value))
+
+    def in_turn(self, number: int) -> list[Leaf]:
+        """Return the lanes over which each turn of a loop reduces (`combine(r, TURN)`): neighbours."""
+        reduced = self.where.reduced_by(self.reduction(number))
+        is_told = self.is_told(number) and placed(reduced, Place.LOOP)
+        return [leaf for leaf in placed(reduced, Place.LANES) if leaf.step == 1] if is_told else []
+
+    def is_told(self, number: int) -> bool:
+        """True if the placement says that each turn reduces (`combine(r, TURN)`)."""
+        return In(self.loops.names[number], Stage.TURN) in self.placement.directives
+
+    def join_key(self, number: int) -> object:
+        """Return what sums have in common that threads exchange at once; None of others."""
+        return self.reduction(number).axes if self.is_told(number) else None
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
         node = self.loops.nodes[number]
         assert isinstance(node, Reduce)
-        lanes = self.lanes_of_state(node)
+        lanes = self.lanes_of_state(node).difference(self.in_turn(number))
         is_block = bool(lanes) or (len(self.lanes) > 1 and self.operand_is_block(node.operand))
         shape = self.shape(lanes) if is_block else []
         value = tl.full(shape, monoids.neutral(node), accumulator_dtype(node))
@@ -1018,6 +1048,7 @@ class Emitter:
         """Return an accumulator whose reduced lanes are folded. base, join_key: of the variable, and of the
         fold."""
         several, folds = len(self.lanes) > 1, placed(self.where.reduced_by(node), Place.LANES)
+        folds = [leaf for leaf in folds if leaf not in self.in_turn(number)]
         steps = [(self.lanes.index(leaf), frozenset({leaf})) for leaf in reversed(folds)]  # neighbours first
         if len(folds) > 1 and state.lanes == frozenset(folds) == frozenset(self.lanes):
             steps = [(None, state.lanes)]  # one exchange between threads in place of one for each dimension
@@ -1064,9 +1095,7 @@ class Emitter:
         """Store what the program has reduced, for the kernel that reduces all programs' results."""
         sizes = tuple(self.loops.axes[k].size for k in of.axes)
         index = self.index(Index(0, tuple(zip(of.axes, strides_of(sizes), strict=True))))
-        steps = strides_of(tuple(leaf.extent for leaf in of.leaves))
-        parts = list(zip(map(self.element, of.leaves), steps, strict=True))
-        program, width = self.sum_of(parts), of.buffer.stride[0]
+        program, width = self.number_of(of.leaves), of.buffer.stride[0]
         rest = None if index.value == Literal(0) else index.value
         place = self.joined(plus(program if width == 1 else program * lift(width), rest), index)
         conditions = self.by_one(self.where.of_axes(of.axes))

@@ -68,11 +68,6 @@ class RowTiles(Emitter):
         self.by_words: Mapping[Load, int] = {}  # load -> the elements that a thread loads together
         self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
 
-    def reduction(self, number: int) -> Reduce:
-        node = self.loops.nodes[number]
-        assert isinstance(node, Reduce)
-        return node
-
     def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
         """Return the lanes of an accumulator. It has none for rows if the columns alone occupy all threads,
         as where programs share rows: the sum of each block is added to it."""

@@ -107,7 +107,7 @@ class RowEmitter(RowTiles):
         if loops or self.shared is not None:
             self.passes(stores, loops[0] if loops else None)
             return
-        reads = [o for store in self.one_by_one(stores) for o in self.read_by(store)]
+        reads = [o for store in stores for o in self.read_by(store)]
         needed = self.needed_by([*reads, *self.accumulated()])
         of_rows = (n for n in needed if not self.depends[n] & {*self.lanes[-1:]} and not self.a.level[n])
         first = sorted(of_rows) if self.placement.num_stages == 1 else ()
@@ -120,7 +120,7 @@ class RowEmitter(RowTiles):
         self.compute(first)
         self.partial_results(self.a.segmented)  # before the row's reductions: fewer tiles wait for those
         self.compute(sorted(needed))
-        self.store_rows(stores)
+        self.store_all(stores)
 
     def matrices(self, needed: Iterable[int]) -> list[int]:
         """Return the loads of the matrices of products, which earlier reductions would delay; all loads if
@@ -139,7 +139,7 @@ class RowEmitter(RowTiles):
         full = [s for s in stores if self.where.of_store(s) & self.where.of_axes(self.columns)]
         of_row = [s for s in stores if s not in full]
         if self.placement.num_stages == 1:
-            needed = sorted(self.needed_by(o for s in self.one_by_one(of_row) for o in self.read_by(s)))
+            needed = sorted(self.needed_by(o for s in of_row for o in self.read_by(s)))
             self.compute(n for n in needed if not level[n] and COLS not in self.a.groups[n])
         complete = {s: max(level[o] for o in store_operands(s)) for s in full}
         levels = [level[n] for n in (*reductions, *self.a.segmented)] + [n + 1 for n in complete.values()]
@@ -161,19 +161,11 @@ class RowEmitter(RowTiles):
                 for n, value in state.results(self, variables).items():
                     tile = Tile(value, self.depends[n] & {*self.lanes}, self.keeps)
                     self.scopes[self.depth].tiles[self.key(n)] = tile
-        self.store_rows(of_row)
+        self.store_all(of_row)
 
     def states(self, reductions: Sequence[int]) -> list[State]:
         """Return what a pass keeps for some reductions."""
         return states_of(self.a, reductions)
-
-    def one_by_one(self, stores: Sequence[Store]) -> Sequence[Store]:
-        """Return the stores whose values are computed one by one."""
-        return stores
-
-    def store_rows(self, stores: Sequence[Store]) -> None:
-        """Emit stores that no reduction over rows comes before."""
-        self.store_all(stores)
 
     def accumulated(self) -> list[int]:
         """Return what sums over rows are computed of."""

@@ -49,6 +49,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
+from fusion_compiler.schedule import placement as place
 from fusion_compiler.schedule.analysis import (
     Analysis,
     Pieces,
@@ -57,7 +58,7 @@ from fusion_compiler.schedule.analysis import (
     pieces_of,
     waiting,
 )
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.placement import At, Directive, Fuse, In, Leaf, Place, Placement
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
@@ -90,13 +91,36 @@ class Split:
     """A Split holds what a nest needs if its programs share reductions that second kernels finish.
 
     partials: the buffers, by the names that the nest's emitter uses. kept: the partial results, by reduction,
-    if a placement splits the reductions. stores: the stores that wait for no split reduction.
+    if a placement splits the reductions. stores: the stores that wait for no split reduction. last: the stage
+    that the last programs run in place of a second kernel.
     """
 
     partials: Mapping[str, Buffer]
     stages: tuple[Stage, ...]
     kept: Mapping[int, Partial] = field(default_factory=dict[int, Partial])
     stores: tuple[Store, ...] = ()
+    last: LastStage | None = None
+
+    @property
+    def scratch(self) -> tuple[Buffer, ...]:
+        return (*self.partials.values(), *(() if self.last is None else (self.last.counter,)))
+
+
+@dataclass(frozen=True)
+class LastStage:
+    """The second stage of which the last programs to arrive run a part each: those of a part share
+    reductions.
+
+    loops, placement: the nest and its placement, whose programs are the parts.
+    programs: how many share a reduction. blocks: the leaves of the grid that number the parts.
+    counter: int32 [parts], counts finished programs.
+    """
+
+    loops: LoopNest
+    placement: Placement
+    programs: Dim
+    blocks: tuple[Leaf, ...]
+    counter: Buffer
 
 
 @dataclass(frozen=True)
@@ -257,8 +281,11 @@ def _row_schedule(nest: LoopNest, programs: int, last: Schedule | None) -> Sched
 # -- reductions that second kernels finish -------------------------------------------------------------------
 
 
-def split_by_placement(analysis: Analysis, placement: Placement, numbers: Iterator[int]) -> Split:
-    """Return the reductions that programs share under a placement. numbers: the numbers in buffers' names."""
+def split_by_placement(
+    analysis: Analysis, placement: Placement, numbers: Iterator[int], tickets: Iterator[int]
+) -> Split:
+    """Return the reductions that programs share under a placement. numbers, tickets: the numbers in the names
+    of buffers and counters."""
     loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
@@ -272,12 +299,54 @@ def split_by_placement(analysis: Analysis, placement: Placement, numbers: Iterat
     late = waiting(loops, kept)
     stores = tuple(store for store in loops.stores if store.value not in late)
     nests: list[LoopNest] = []
-    for of_leaves, axes in dict.fromkeys((partial.leaves, partial.axes) for partial in kept.values()):
-        alike = {n: p for n, p in kept.items() if (p.leaves, p.axes) == (of_leaves, axes)}
+    for together in _needed_together(loops, kept):
+        alike = {n: kept[n] for n in sorted(together)}
+        axes = max((partial.axes for partial in alike.values()), key=len)
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
+    combined = [d for d in placement.directives if isinstance(d, In)]
+    finished = {d.reduction for d in combined if d.stage is place.Stage.LAST}
+    if len(nests) == 1 and finished >= {loops.names[n] for n in kept}:
+        shared = next(iter(kept.values())).leaves
+        blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
+        ticket, counters = next(tickets), product(leaf.extent for leaf in blocks)
+        name = f"ticket_{ticket}" if ticket else "ticket"
+        counter = Buffer(name, (counters,), (1,), torch.int32, zeroed=True)
+        programs = product(leaf.extent for leaf in shared)
+        last = LastStage(nests[0], _of_kept_axes(nests[0], placement), programs, blocks, counter)
+        return Split(buffers, (), kept, stores, last)
     return Split(buffers, tuple((nest, _schedule_of(nest)) for nest in nests), kept, stores)
+
+
+def _needed_together(loops: LoopNest, partials: Mapping[int, Partial]) -> list[set[int]]:
+    """Return the reductions with partial results, those in one set of which one nest computes its stores.
+    Those that are stored by themselves are together if they keep the same axes."""
+    sets = list[set[int]]()
+    for form in dict.fromkeys((partial.leaves, partial.axes) for partial in partials.values()):
+        sets.append({n for n, partial in partials.items() if (partial.leaves, partial.axes) == form})
+    for store in loops.stores:
+        needed = with_operands(loops, store_operands(store), partials) & partials.keys()
+        touched = [numbers for numbers in sets if numbers & needed]
+        if len(touched) > 1:
+            sets = [numbers for numbers in sets if numbers not in touched]
+            sets.append(set[int]().union(*touched))
+    return sets
+
+
+def _of_kept_axes(nest: LoopNest, placement: Placement) -> Placement:
+    """Return the placement of a second stage, in which kept axes lie as under `placement` and a tile has all
+    partial results."""
+    names = {axis.name for axis in nest.axes}
+    part = next(axis.name for axis in nest.axes if axis.group == ROWS)
+    directives: list[Directive] = []
+    for d in placement.directives:
+        if isinstance(d, Fuse) and names.issuperset(d.axes):
+            names.add(d.name)
+            directives.append(d)
+        elif isinstance(d, place.Split | At) and d.axis.split(".")[0] in names:
+            directives.append(d)
+    return Placement((At(part, Place.LANES), *directives), placement.num_warps)
 
 
 def split_by_segments(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Split:

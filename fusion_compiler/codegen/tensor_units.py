@@ -1,4 +1,4 @@
-"""Device functions for products of a matrix with several vectors on tensor units (`contractions.py`).
+"""Device functions for products of a matrix with several vectors on tensor cores (`products.py`).
 
 Kernels import them through `math.py`.
 """
@@ -18,15 +18,6 @@ from fusion_compiler.codegen.conversions import to_bfloat16
 def stack(x, y):
     """Return two tiles stacked along the rows."""
     return tl.reshape(tl.permute(tl.join(x, y), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
-
-
-@triton.jit
-def halves(x, axis: tl.constexpr):
-    """Return the two halves of a tile along an axis."""
-    if axis == 0:
-        return tl.split(tl.permute(tl.reshape(x, [2, x.shape[0] // 2, x.shape[1]]), (1, 2, 0)))
-    else:
-        return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit

@@ -20,14 +20,13 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import Load, LoopNest, operands_of
+from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.contractions import takes_tiles
-from fusion_compiler.schedule.placement import Leaf, Place, Placement
+from fusion_compiler.schedule.placement import In, Leaf, Place, Placement, Stage
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.tile_products import products_of
 from fusion_compiler.schedule.verifier import tile_sizes
-from fusion_compiler.schedule.work import BufferInfo, Vectors, Work
+from fusion_compiler.schedule.work import BufferInfo, Vectors, Work, weights_of
 
 # The second kernel of a segment sum: segments of one program, and partial results that it loads at once of
 # each.
@@ -121,9 +120,15 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
         programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
         sizes = tile_sizes(work.loops, s)
         resident = _resident(work, s, max(sizes), device)
+        if _streams(work, leaves):
+            loops = any(leaf.place is Place.LOOP for leaf in leaves)
+            most, enough = (LOOPED, ENOUGH_REDUCED) if loops else (1.0, ENOUGH)
+            share = most / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS, enough)
+            slots = resident * device.sms if loops else 0
+            return Run(programs, share, slots=slots, after_us=_finish_us(work, s, leaves, device))
         share = resident / (resident + STALL) / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS)
         innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
-        if innermost.lanes < hint(work.loops.axes[innermost.axis].size, work.hints):
+        if innermost.lanes < hint(s.axes(work.loops.axes)[innermost.axis].size, work.hints):
             share /= 1 + RUN_ELEMENTS / innermost.lanes
         again = _loaded_again(work, leaves, device)
         waiting = REDUCED_IN_TILE_US * work.phases * (s.num_warps - 1)
@@ -168,6 +173,56 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
 
 
+def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
+    """True if programs read their part of a matrix and little else: in a loop, or all of it at once where
+    others have the rest of its terms."""
+    reduced = frozenset[int]().union(*(n.axes for n in work.loops.nodes if isinstance(n, Reduce)))
+    shared = (leaf for leaf in leaves if leaf.place is Place.GRID and leaf.members & reduced)
+    return any(leaf.place is Place.LOOP for leaf in leaves) or any(shared)
+
+
+def _finish_us(work: Work, s: Placement, leaves: Sequence[Leaf], device: DeviceSpec) -> float:
+    """Return the time to store the partial results of the programs that share reductions, and to add them up
+    in a second kernel or in the last programs."""
+    grid, moved, of_block, last = [leaf for leaf in leaves if leaf.place is Place.GRID], 0, 0, True
+    for number, node in enumerate(work.loops.nodes):
+        shared = [leaf for leaf in grid if isinstance(node, Reduce) and leaf.members & node.axes]
+        if shared:
+            size = work.row_bytes * work.points(work.axes[number])
+            parts = prod(hint(leaf.extent, work.hints) for leaf in shared)
+            blocks = prod(hint(leaf.extent, work.hints) for leaf in grid if leaf not in shared)
+            moved, of_block = moved + 2 * size * parts, of_block + size * parts // max(1, blocks)
+            last = last and In(work.loops.names[number], Stage.LAST) in s.directives
+    if not moved:
+        return 0.0
+    after = LAST_US + 1e6 * of_block / (L1_BYTES * device.clock) if last else device.floor_us
+    # nothing in a program waits for what it shares
+    return 1e6 * moved / device.l2_bandwidth + after - device.dram_latency_us
+
+
+def _repetitions(work: Work, grid: Sequence[Leaf], axes: int) -> int:
+    """Return how many programs have the same elements of a value that varies over some axes (bits)."""
+    apart = (leaf for leaf in grid if not any(axes >> k & 1 for k in leaf.members))
+    return prod(hint(leaf.extent, work.hints) for leaf in apart)
+
+
+def _repeated_us(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> tuple[float, float]:
+    """Return microseconds of (arithmetic, L1 cache) for values that several programs load and compute."""
+    grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+    flops = special = bytes_read = 0
+    for node, axes in zip(work.loops.nodes, work.axes, strict=True):
+        others = _repetitions(work, grid, axes) - 1
+        if others and isinstance(node, Compute):
+            weights = weights_of(node.target)
+            flops += others * work.points(axes) * weights[0]
+            special += others * work.points(axes) * weights[1]
+        elif others and isinstance(node, Load):
+            flops += others * work.points(axes)  # one operation converts it
+            bytes_read += others * work.points(axes) * work.buffers[node.buffer].itemsize
+    arithmetic = max((FMA_SHARE * flops + special) / device.fp32_per_s, special / device.special_per_s)
+    return 1e6 * arithmetic, 1e6 * bytes_read / (L1_BYTES * device.sms * device.clock)
+
+
 def _loaded_again(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> int:
     """Return the bytes that programs load from L2 because others load them too. What all programs load stays
     in the L1 cache of a multiprocessor, if it is small."""
@@ -177,8 +232,8 @@ def _loaded_again(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> int
         if isinstance(node, Load) and (node.buffer, node.index) not in seen:
             seen.add((node.buffer, node.index))
             size = work.points(axes) * work.buffers[node.buffer].itemsize
-            others = prod(hint(leaf.extent, work.hints) for leaf in grid if not axes >> leaf.axis & 1)
-            of_all = all(not axes >> leaf.axis & 1 for leaf in grid)
+            others = _repetitions(work, grid, axes)
+            of_all = all(not axes >> k & 1 for leaf in grid for k in leaf.members)
             moved += size if of_all and size <= L1_SHARE * device.shared_bytes else size * others
     return max(0, moved - int(sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
 
@@ -257,7 +312,6 @@ class Roofline:
         self.reread_tensors = len(early)
         self.reread_bytes = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
-        self.without_products_us = _arithmetic_us(work, device, work.products())
         self.vectors = work.vectors()
         self.segments_us = _segments_us(work, device)
 
@@ -306,14 +360,17 @@ class Roofline:
             loops, work = self.work.loops, self.work
             terms = [work.axes[o] for n in products_of(loops, schedule) for o in operands_of(loops.nodes[n])]
             on_cores = 2 * sum(work.points(axes) for axes in terms)  # a multiplication and an addition
-            return memory, _arithmetic_us(work, self.device, on_cores) if on_cores else self.arithmetic_us
-        on_units = schedule.cols is Cols.LOOP and takes_tiles(schedule)
-        arithmetic_us = self.without_products_us if on_units else self.arithmetic_us
+            arithmetic = _arithmetic_us(work, self.device, on_cores) if on_cores else self.arithmetic_us
+            leaves = schedule.leaves(loops.axes)
+            if _streams(work, leaves):
+                again, l1 = _repeated_us(work, leaves, self.device)
+                return max(memory, l1), arithmetic + again
+            return memory, arithmetic
         if self.vectors is None:
-            return memory, arithmetic_us
+            return memory, self.arithmetic_us
         blocks = ceil(self.work.count[1] / schedule.block_rows)
         vector_arithmetic, l1 = _vectors(self.vectors, blocks, self.device)
-        return max(memory, l1), arithmetic_us + vector_arithmetic
+        return max(memory, l1), self.arithmetic_us + vector_arithmetic
 
     def _body_us(self, run: Run, memory: float, arithmetic: float) -> float:
         device = self.device

@@ -10,7 +10,6 @@ serve all of its rows. Each of its threads has one word of every row and adds up
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, TILE, Load, axes_in
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
-from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES, contractions_of, contracts
+from fusion_compiler.schedule.few_rows import by_threads
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -27,9 +26,6 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # warps that a multiprocessor holds
 TALLEST = 2048  # columns of a tile of several rows that are adjacent in memory
-PRODUCT_COLS = 256  # columns of a matrix: a word for each thread of a warp, so that no warp waits for another
-PRODUCT_SUMS = 64  # sums of a product that a thread keeps, over its rows and vectors
-PRODUCT_WORDS = 24  # words that it loads at once, over its rows and matrices
 # A row that is loaded whole before the kernel waits for its predecessor: elements of the row and of a warp.
 MOST_AT_ONCE, AT_ONCE = 16384, 1024
 # (rows, columns, warps, elements): a thread loads so many elements of matrices before the kernel waits. The
@@ -45,9 +41,7 @@ EARLY = (
     (2, 256, 1, 64),
     (8, 512, 2, 128),
 )
-SHORT = 4096  # columns of a matrix with few iterations for a program of many warps
-MOST_BY_THREADS = 4  # most vectors that threads multiply as fast as tensor units
-IN_FLIGHT = 24576  # elements of matrices that a multiprocessor must have in flight
+FEW_VECTORS = 2  # that threads hold beside a whole row
 MOST_PARTIALS = 16384  # partial results of a sum over rows, all of which one program reads at the end
 
 
@@ -66,12 +60,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     if not a.weighted:
         return from_shapes(a, device, table.shapes("inner_reduction", a, device.target))
-    products, tiles = tuple(_products(a, device)), _contracting(a, device)
-    if len(a.weighted) > MOST_BY_THREADS:
-        return (*tiles, *products)
-    # all of them are tuned
-    interleaved = itertools.chain.from_iterable(itertools.zip_longest(tiles, products))
-    return tuple(s for s in interleaved if s is not None)
+    return tuple(_products(a, device))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
@@ -92,20 +81,15 @@ def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
     """Yield schedules of products by a formula: the fewer rows a matrix has, the more of each is in
     flight."""
     count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
-    matrices = max(1, _matrices(a))
-    most = min(8, PRODUCT_SUMS // len(a.weighted), PRODUCT_WORDS // matrices)
-    tallest = next(n for n in (8, 4, 2, 1) if n <= max(1, most))
+    matrices, sums = max(1, _matrices(a)), len(a.weighted)
     bytes_each = (n.dtype.itemsize for n in a.loops.nodes if isinstance(n, Load) and len(n.index.terms) > 1)
-    warp = PRODUCT_COLS * (2 if 1 in bytes_each else 1)  # a word has twice as many elements of one byte
-    needed = padded(-(-IN_FLIGHT * device.sms // (count * matrices)))
-    cols = max(warp, min(needed, width, 8 * warp))
-    rows = max(1, min(tallest, 4, padded(count // device.sms)))
-    other = cols // 4 if cols > 2 * warp else 2 * cols
-    tiles = ((rows, cols), (max(1, rows // 2), cols), (rows, other), (tallest, min(cols, other)), (1, cols))
-    shapes: list[Shape] = [(r, c, c // warp) for r, c in tiles if c <= max(width, warp)]
+    tiles = by_threads(count, width, matrices, sums, min(bytes_each), device)
+    shapes: list[Shape] = [(tile.rows, tile.terms, tile.warps) for tile in tiles]
+    rows, cols, tallest = tiles[0].rows, tiles[0].terms, max(tile.rows for tile in tiles)
+    warp = cols // tiles[0].warps
     if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
         shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
-    elif cols < width <= MOST_AT_ONCE and len(a.weighted) < LEAST:
+    elif cols < width <= MOST_AT_ONCE and sums <= FEW_VECTORS:
         shapes.insert(1, (1, width, max(1, width // AT_ONCE)))
     schedules = from_shapes(a, device, tuple(dict.fromkeys(shapes)))
     yield from schedules
@@ -124,23 +108,6 @@ def _matrices(a: Analysis) -> int:
     loads = (n for n in a.loops.nodes if isinstance(n, Load))
     full = (n for n in loads if len(n.index.terms) >= len(axes_in(a.loops.axes, TILE)))
     return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in full})
-
-
-def _contracting(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    """Return schedules of products on tensor units, with prefetched tiles. Values computed from the vectors
-    serve all rows of a tile, so tiles are as tall as still leaves work for every multiprocessor."""
-    if len(a.weighted) < LEAST or a.across_rows or not 1 <= len(contractions_of(a)) <= MOST_MATRICES:
-        return ()
-    width, count = padded(hint(a.size(COLS))), hint(a.size(ROWS))
-    if count >= 32 * device.sms:
-        shapes = ((64, 256, 4, 3), (32, 256, 4, 4), (128, 128, 8, 3), (16, 512, 4, 3))
-    elif width <= SHORT:
-        shapes = ((16, 512, 4, 3), (32, 256, 4, 4), (16, 1024, 8, 3), (16, 256, 4, 4))
-    else:
-        shapes = ((16, 512, 4, 3), (16, 1024, 8, 3), (32, 256, 4, 4), (16, 256, 4, 4))
-    schedules = [Schedule(r, c, Cols.LOOP, num_warps=w, num_stages=n) for r, c, w, n in shapes if c <= width]
-    schedules += [replace(s, early=1) for s in schedules if s.block_cols < width]
-    return tuple(s for s in schedules if contracts(a, s))
 
 
 def _tiles(block: int) -> Iterator[Shape]:

@@ -11,6 +11,8 @@
     place(a, UNROLL)    the program's text is repeated for each element
     combine(r, LAST)    the last of the programs that share the reduction r to arrive combines their results,
                         instead of a second kernel
+    combine(r, TURN)    each turn of a loop over the reduction r reduces the neighbours that its lanes hold,
+                        instead of once behind the loop
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
     access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
@@ -50,6 +52,7 @@ class Unit(StrEnum):
 
 class Stage(StrEnum):
     LAST = "LAST"
+    TURN = "TURN"
 
 
 class Printed:
@@ -120,8 +123,8 @@ class Via(Printed):
 
 @dataclass(frozen=True)
 class In(Printed):
-    """Combine the results of the programs that share a reduction, by its name, elsewhere than in a second
-    kernel."""
+    """Say where the results of a reduction, by its name, are combined: those of programs elsewhere than in a
+    second kernel, those of lanes elsewhere than behind the loop."""
 
     reduction: str
     stage: Stage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fusion_compiler.ir.loops import COLS, ROWS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.contractions import contractions_of, contracts
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
 # Registers of a thread for tiles. Addresses, masks and temporaries take the rest of the 255. Measured on the
@@ -16,14 +15,9 @@ WORD_SUMS = 4  # least elements of a product's terms that a loop adds up at once
 def tile_registers(a: Analysis, s: Schedule) -> float:
     """Return the largest number of 32-bit registers of a thread that are live at the same time.
 
-    A schedule with tensor units keeps the tiles that are multiplied, except for a matrix that is prefetched.
     A loop over columns keeps a tile for each reduction of its pass (for products only a word's sums), and two
     more.
     """
-    if contractions := contractions_of(a) if contracts(a, s) else ():
-        # prefetched tiles stay in shared memory
-        matrices = {c.matrix for c in contractions} if s.num_stages == 1 else set[int]()
-        return (len(matrices) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 2)
     if s.cols is Cols.LOOP:
         tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
         return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)

@@ -44,6 +44,7 @@ from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (pointwise, outer_reduction, cooperative, persistent, inner_reduction, looped)
+TYPICAL = 3  # placements whose cost the planner compares
 MOST_THREADS = 1024  # threads of a program, on any device
 LEADING = 4  # leading schedules of the ranking that get misaligned forms
 # Share of the predicted time that is assumed for a schedule that was fast on another device, plus an
@@ -107,7 +108,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
         return Cost(0.0, 0, 0, 0, "launch")
     candidates: Iterable[Schedule | Placement]
     if a.inner:
-        candidates = tiles.placements(a.loops, roofline, roofline.work.hints)[:1]
+        candidates = tiles.placements(a.loops, roofline, roofline.work.hints)[:TYPICAL]
     else:
         typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
         candidates = _runnable(a, typical, roofline.device)

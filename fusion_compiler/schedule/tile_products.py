@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
-from fusion_compiler.schedule.analysis import rounding_of
+from fusion_compiler.schedule.analysis import Analysis, rounding_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 
 MUL = torch.ops.aten.mul.Tensor
 CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SMALLEST = 16  # rows and terms of a product that tensor cores take
+TALL = 64  # rows of a tile that all warps of a program multiply together
+PARTS = 64  # least terms of a tile that one warp multiplies
+APART = (Place.LOOP, Place.GRID)  # where the terms may lie that a tile has not
 # What one bfloat16 number holds exactly.
 ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
-HALF = 2  # bytes of an element that tensor cores take as one or two numbers
+TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,25 @@ class Terms:
         return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
 
 
+def factors_of(loops: LoopNest, number: int) -> tuple[int, ...]:
+    """Return the two factors of the terms that a reduction sums, or an empty tuple if it sums no products."""
+    node = loops.nodes[number]
+    if not isinstance(node, Reduce) or node.combine != "sum":
+        return ()
+    term = loops.nodes[node.operand]
+    factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
+    return factors if len(set(factors)) == 2 else ()
+
+
 def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | None:
     """Return the product of tiles that a reduction is, or None if it is none. where: the nest's axes."""
-    node = loops.nodes[number]
-    term = loops.nodes[node.operand] if isinstance(node, Reduce) else None
-    if not isinstance(node, Reduce) or node.combine != "sum" or node.dtype is not torch.float32:
-        return None
-    factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
-    if len(set(factors)) != 2:
+    node, factors = loops.nodes[number], factors_of(loops, number)
+    if not isinstance(node, Reduce) or not factors or node.dtype is not torch.float32:
         return None
     tiles = [where.depends[factor].intersection(where.lanes) for factor in factors]
     terms, sides = tiles[0] & tiles[1], [tiles[0] - tiles[1], tiles[1] - tiles[0]]
-    apart = where.of_axes(node.axes) - terms  # the rest of the terms, which a loop may go over
-    if not terms <= where.of_axes(node.axes) or any(leaf.place is not Place.LOOP for leaf in apart):
+    apart = where.of_axes(node.axes) - terms  # the rest of the terms: of other turns or programs
+    if not terms <= where.of_axes(node.axes) or any(leaf.place not in APART for leaf in apart):
         return None
     if [len(terms), *map(len, sides)] != [1, 1, 1]:
         return None
@@ -92,18 +101,25 @@ def products_of(
     return {n: product for n, product in products if product is not None}
 
 
-def with_short_products(
-    loops: LoopNest, placements: tuple[Placement, ...], itemsizes: Mapping[str, int]
+def with_exact_products(
+    loops: LoopNest, placements: tuple[Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Placement, ...]:
-    """Return the placements in which tensor cores make only products whose matrix has at most two bytes an
-    element: it is rounded to bfloat16, or comes from such a buffer. itemsizes: of buffers, in bytes."""
+    """Return the placements in which tensor cores make no product whose result needs more digits of the
+    matrix than they take. dtypes: of the buffers."""
+    short = Analysis(loops).fp16_values(dtypes)
 
-    def is_short(number: int) -> bool:
-        node = loops.nodes[source(loops, number)]
-        is_rounded = rounding_of(node) == str(torch.bfloat16)
-        return is_rounded or (isinstance(node, Load) and itemsizes[node.buffer] <= HALF)
+    def is_exact(number: int, of: Product) -> bool:
+        matrix, vectors = held(loops, dtypes, of.matrix), held(loops, dtypes, of.vectors)
+        terms = Terms.of(matrix, (vectors,), number not in short)
+        return terms.matrix == 1 or number in short or matrix in TWO
 
-    return tuple(p for p in placements if all(is_short(of.matrix) for of in products_of(loops, p).values()))
+    return tuple(p for p in placements if all(is_exact(n, of) for n, of in products_of(loops, p).items()))
+
+
+def parts_of_terms(rows: int, terms: int, warps: int) -> int:
+    """Return into how many parts a loop's tile is split along its terms, one per warp, if it has few rows for
+    several warps."""
+    return 1 if rows >= TALL else max(1, min(warps, terms // PARTS))
 
 
 def source(loops: LoopNest, number: int) -> int:

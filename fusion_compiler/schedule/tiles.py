@@ -17,6 +17,7 @@ from dataclasses import replace
 from math import prod
 
 import sympy
+import torch
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
@@ -28,12 +29,13 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
 )
+from fusion_compiler.schedule import few_rows
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import padded
-from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_short_products
+from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_exact_products
 from fusion_compiler.schedule.verifier import held_registers, refusal
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
@@ -42,6 +44,8 @@ MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
 MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled, on tensor cores
 LEAST_SHARING = 3  # that tensor cores multiply faster than threads: one or two take no longer than to load
+# What buffers of elements with so many bytes most likely hold: the planner knows no more.
+DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
@@ -50,6 +54,8 @@ def refuses(loops: LoopNest) -> str | None:
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
+    if few_rows.Products.of(loops, NO_HINTS) is not None:
+        return None  # in a loop
     if _least(loops) > LARGEST_TILE:
         return f"a tile of {_least(loops)} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
@@ -66,6 +72,13 @@ def placements(
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
     if refuses(loops) is not None:
         return ()
+    itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
+    dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
+    products = few_rows.Products.of(loops, hints)
+    if products is not None:
+        of_products = few_rows.placements(loops, products, itemsizes, roofline.device)
+        legal = (p for p in dict.fromkeys(of_products) if refusal(loops, p) is None)
+        return with_exact_products(loops, tuple(legal), dtypes)
     legal = (
         placement
         for placement in dict.fromkeys(candidates(loops, hints))
@@ -76,7 +89,7 @@ def placements(
     for p in crowded:
         times.setdefault(p.directives, roofline.us(p))
     first = sorted(crowded, key=lambda p: (crowded[p], not products_of(loops, p), times[p.directives]))[:KEPT]
-    return with_short_products(loops, tuple(first), {n: b.itemsize for n, b in roofline.work.buffers.items()})
+    return with_exact_products(loops, tuple(first), dtypes)
 
 
 def _least(loops: LoopNest) -> int:

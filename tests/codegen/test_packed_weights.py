@@ -88,7 +88,8 @@ def test_threads_multiply_what_they_loaded_and_convert_two_numbers_at_once(rows:
     by_threads = [k for k in kernels_of(plan) if "fm.contract" not in k.source]
     for kernel in kernels_of(plan):
         counts = Counter(name.partition(".")[0] for name in instructions(kernel, "sm_90"))
-        loads = re.findall(r"in1_ptr \+ tl.max_contiguous\(.*?, \[(?:1, )?8\]\)", kernel.source)
+        words = r"in1_ptr \+ tl.max_contiguous\(.*?, \[(?:1, )?8\]\)|tl.arange\(0, 8\)"
+        loads = re.findall(words, kernel.source)
         assert len(loads) == (kernel in by_threads) and not counts["F2F"], kernel.source
         assert not counts["FSEL"] or kernel not in by_threads, counts  # of what other threads sent
     assert by_threads

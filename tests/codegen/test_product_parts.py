@@ -18,6 +18,7 @@ import fusion_compiler as fc
 from fusion_compiler.codegen import emit
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import not_as_close
@@ -159,9 +160,10 @@ def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def shared(s: Schedule) -> Schedule:
         return replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True)
 
-    def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+    def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
         found = schedules(loops, device)
-        found = (*found, *[shared(s) for s in found if s.programs is None][:3])
+        rows = (s for s in found if isinstance(s, Schedule) and s.programs is None)
+        found = (*found, *[shared(s) for s in rows][:3])
         seen.append(len(found))
         return (found[number],)
 

@@ -27,14 +27,15 @@ from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
 from fusion_compiler.passes.fuse.movement import L2_SHARE
+from fusion_compiler.passes.lower import products
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product_of, splits_of
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
-from fusion_compiler.schedule import contractions
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.few_rows import Products, with_norms_apart
 from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({
@@ -45,7 +46,7 @@ FUSIBLE = frozenset({
 CHOOSING = 0.85
 # Rows of a product of whose results a program makes several: more are multiplied on tensor units, by tiles of
 # sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
-MOST_ROWS_CUT = contractions.LEAST - 1
+MOST_ROWS_CUT = products.LEAST_SHARING - 1
 LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
 WINDOWS_MARGIN = 1.0  # the same of a depthwise convolution, with which other operators of the cluster fuse
 
@@ -130,6 +131,11 @@ class Candidates:
         product = product_of(self.dag, op)
         return product is not None and has_few_rows(product, FEW_ROWS)
 
+    def shares_matrix(self, op: Op) -> bool:
+        """Whether it is a product of several rows with one matrix, which a tile has once for all of them."""
+        product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
+        return product is not None and product.shares_matrix
+
     def cheap(self, op: Op) -> bool:
         """Whether computing it again costs no more than reading it: one tensor at most, not wider; random
         numbers, which take half the time in which memory delivers their four bytes."""
@@ -186,6 +192,9 @@ class Candidates:
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
+        if any(self.shares_matrix(self.dag.op(name)) for name in ops):
+            with contextlib.suppress(Illegal):
+                return self.form(ops, outputs, None, in_tile=True)
         try:
             loops, cost = self.fastest(ops, outputs, splits, in_tile=False)
             if any(isinstance(n, Reduce) and kept_axes(loops.axes, n) for n in loops.nodes):
@@ -238,7 +247,12 @@ class Candidates:
             like_eager=self.rounded,
             effort=self.effort,
         )
-        analysis = Analysis(simplify(lowered))
+        loops = simplify(lowered)
+        if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
+            loops = with_norms_apart(loops)
+            if Products.of(loops, self.hints) is None:
+                raise Illegal("space", "programs that share a matrix do not have what its product is read by")
+        analysis = Analysis(loops)
         found = self.checked(analysis, ops)
         product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)
         if product and analysis.tall:  # a norm before it has turned its matrix

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 import sympy
 
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.loops import COLS, INNER, TILE, LoopNest, Reduce, Scan, axes_in, reduced_groups
+from fusion_compiler.ir.loops import COLS, INNER, ROWS, LoopNest, Reduce, Scan, axes_in, reduced_groups
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
+from fusion_compiler.schedule.few_rows import Products
 
 MOST = 4  # clusters in one launch
 MOST_READY = 16  # of those that wait for nothing
 READY_BYTES = 1 << 16  # that such a cluster may move
+STYLES = frozenset({ROWS, COLS, INNER})  # groups of axes whose reductions decide what a program holds
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
@@ -29,7 +31,7 @@ def launches(search: Search) -> list[list[int]]:
     alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
     for number in sorted(search.candidates):
         candidate = search.candidates[number]
-        alone = candidate.cost.us > SMALL_US or axes_in(candidate.loops.axes, (INNER,))  # tiles of windows
+        alone = candidate.cost.us > SMALL_US or _fills_tiles(candidate.loops, search.pool.hints)
         near = [] if alone else alike.setdefault(style(candidate.loops, search.pool.hints), [])
         home = next((g for g in near if _fits(search, g, number)), None)
         if home is None:
@@ -41,6 +43,11 @@ def launches(search: Search) -> list[list[int]]:
         if len(home) == (MOST_READY if _is_ready(search, candidate) else MOST):
             near.remove(home)
     return groups
+
+
+def _fills_tiles(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> bool:
+    """Whether programs have tiles of windows or of several axes; those of products of few rows are small."""
+    return bool(axes_in(loops.axes, (INNER,))) and Products.of(loops, hints) is None
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:
@@ -58,10 +65,11 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
     along rows hold whole rows, so these have to be as wide as each other, up to a factor of two.
     """
     reductions = (n for n in loops.nodes if isinstance(n, Reduce))
-    over = TILE.intersection(g for n in reductions for g in reduced_groups(loops.axes, n))
+    over = STYLES.intersection(g for n in reductions for g in reduced_groups(loops.axes, n))
     if any(isinstance(n, Scan) for n in loops.nodes):
         over |= {COLS}
-    width = hint(product(a.size for a in loops.axes if a.group == COLS), hints) if COLS in over else 1
+    wide = (a.size for a in loops.axes if a.group in over and a.group != ROWS)
+    width = hint(product(wide), hints)
     return over, max(0, width - 1).bit_length()
 
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from fusion_compiler.ir.dims import Dim, product
+from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
-    COLS,
-    ROWS,
     TILE,
     Compute,
     Constant,
@@ -22,6 +20,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Reduce,
     Value,
+    axes_of,
     groups_of,
     kept_axes,
     operands_of,
@@ -32,7 +31,6 @@ from fusion_compiler.ir.loops import (
 )
 
 aten = torch.ops.aten
-ALONG_COLS = frozenset({COLS})
 # the product of the remaining factors (None if there are none), and the removed factors
 Factored = tuple[int | None, tuple[int, ...]]
 
@@ -129,9 +127,11 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     One pass then reads both operands of a norm and the matrix product after it, as the product no longer
     waits.
     """
-    if sum(isinstance(n, Reduce) and reduced_groups(loops.axes, n) == ALONG_COLS for n in loops.nodes) < 2:
+    reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
+    if len(set(reduced)) == len(reduced):
         return loops
-    groups, dependent, new = groups_of(loops), _depend_on_column_sums(loops), _Rebuilt(loops)
+    varies, new = axes_of(loops.nodes), _Rebuilt(loops)
+    dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
     changed = False
 
     def times(a: int, b: int, name: str) -> int:
@@ -139,24 +139,24 @@ def factored_sums(loops: LoopNest) -> LoopNest:
         return new.add(Compute(aten.mul.Tensor, operands, new.nodes[a].dtype), name)
 
     @functools.cache
-    def factored(number: int) -> Factored:
+    def factored(number: int, axes: frozenset[int]) -> Factored:
         """Split a product into the factors that vary over the terms and the invariant factors that depend on
-        a reduction."""
+        a reduction over the same axes."""
         number = _origin(loops, number)
-        if not groups[number] & ALONG_COLS and number in dependent:
+        if varies[number].isdisjoint(axes) and number in dependent[axes]:
             return None, (new.numbers[number],)
         factors = _factors(loops, number)
         if not factors:
             return new.numbers[number], ()
-        (a, removed), (b, removed_right) = map(factored, factors)
+        (a, removed), (b, removed_right) = (factored(n, axes) for n in factors)
         if not removed + removed_right:
             return new.numbers[number], ()
         left = times(a, b, loops.names[number]) if a is not None and b is not None else a if b is None else b
         return left, removed + removed_right
 
     for i, node in enumerate(loops.nodes):
-        if isinstance(node, Reduce) and _is_matrix_product(loops, groups, node):
-            operand, removed = factored(node.operand)
+        if isinstance(node, Reduce) and _is_matrix_product(loops, varies, node):
+            operand, removed = factored(node.operand, _reduced(loops, node))
             if operand is not None and removed:
                 number, changed = new.add(replace(node, operand=operand), loops.names[i]), True
                 for factor in removed:
@@ -167,11 +167,16 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     return new.done() if changed else loops
 
 
-def _depend_on_column_sums(loops: LoopNest) -> set[int]:
-    """Return the nodes that are, or depend on, a reduction over the columns."""
+def _reduced(loops: LoopNest, node: Reduce) -> frozenset[int]:
+    """Return the axes that a reduction reduces, but for those of one element."""
+    return frozenset(k for k in node.axes if loops.axes[k].size != 1)
+
+
+def _dependent_on_reductions(loops: LoopNest, axes: frozenset[int]) -> set[int]:
+    """Return the nodes that are, or depend on, a reduction over some axes."""
     dependent: set[int] = set()
     for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and reduced_groups(loops.axes, node) == ALONG_COLS
+        reduces = isinstance(node, Reduce) and _reduced(loops, node) == axes
         if reduces or not dependent.isdisjoint(operands_of(node)):
             dependent.add(number)
     return dependent
@@ -187,10 +192,10 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
     return values if len(values) == 2 and same_dtype else ()
 
 
-def _is_matrix_product(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Reduce) -> bool:
-    """True if a reduction sums, along each row, the elements of a matrix times values that all rows share.
-    The matrix may come with scales. Both must be contiguous along the columns."""
-    if node.combine != "sum" or reduced_groups(loops.axes, node) != ALONG_COLS:
+def _is_matrix_product(loops: LoopNest, varies: tuple[frozenset[int], ...], node: Reduce) -> bool:
+    """True if a reduction sums the elements of a matrix times values that all rows of the matrix share. The
+    matrix may come with scales. Its neighbours in memory are terms of one sum."""
+    if node.combine != "sum":
         return False
     stack, leaves = [node.operand], list[int]()
     while stack:
@@ -198,10 +203,13 @@ def _is_matrix_product(loops: LoopNest, groups: tuple[frozenset[str], ...], node
         factors = _factors(loops, number)
         stack.extend(factors)
         leaves += () if factors else (number,)
-    wide = [n for n in leaves if groups[n] == frozenset({ROWS, COLS})]
-    if not wide or not all(groups[n] <= ALONG_COLS for n in leaves if n not in wide):
+    size = {n: product(loops.axes[k].size for k in varies[n]) for n in leaves}
+    reduced = _reduced(loops, node)
+    rows = varies[max(leaves, key=lambda n: hint(size[n]))] - reduced
+    matrices = [n for n in leaves if rows & varies[n] and reduced & varies[n]]
+    if not rows or any(rows & varies[n] for n in leaves if n not in matrices):
         return False
-    return not any(_is_contiguous_along_rows(loops, n) for matrix in wide for n in _ancestors(loops, matrix))
+    return not any(_is_contiguous(loops, n, rows) for each in matrices for n in _ancestors(loops, each))
 
 
 def _ancestors(loops: LoopNest, number: int) -> set[int]:
@@ -214,10 +222,11 @@ def _ancestors(loops: LoopNest, number: int) -> set[int]:
     return ancestors
 
 
-def _is_contiguous_along_rows(loops: LoopNest, number: int) -> bool:
+def _is_contiguous(loops: LoopNest, number: int, axes: frozenset[int]) -> bool:
+    """True if a node loads neighbours in memory along some axes."""
     node = loops.nodes[number]
     terms = node.index.terms if isinstance(node, Load) else ()
-    return any(key >= 0 and step == 1 and loops.axes[key].group == ROWS for key, step in terms)
+    return any(key in axes and step == 1 and loops.axes[key].size != 1 for key, step in terms)
 
 
 def _origin(loops: LoopNest, number: int) -> int:

@@ -188,6 +188,7 @@ class Lowering(Builder):
         self.inside = set(ops)
         self.memo: dict[tuple[str, Coords, int | None], int] = {}
         self.coords_of: dict[str, Coords] = {}  # the coordinates at which a value was computed first
+        self.loaded_at: dict[str, Coords] = {}  # the same of what is loaded
         self.fixed_axes: dict[int, int] = {}  # axes with a single position in the current part
         self.reduced: dict[str, tuple[Coords, int]] = {}
         self.inner: dict[str, Coords] = {}  # axes of sums over windows, after the space's axes
@@ -372,7 +373,7 @@ class Lowering(Builder):
             return self.coords_of[name]
         op = self.dag.op(name)
         if not layout.is_view(op):
-            return self.place(name) if name in self.inside else None
+            return self.place(name) if name in self.inside else self.loaded_at.get(name)
         source = self.place_of_operand(op.first)
         return None if source is None else self.push(op, source)
 
@@ -476,6 +477,8 @@ class Lowering(Builder):
             node = self.through(op, coords, within)
         else:
             node = self.load(op, coords, within)
+            if self.space.is_free:
+                self.loaded_at.setdefault(name, coords)
         self.memo[key] = node
         return node
 
@@ -579,7 +582,8 @@ class Lowering(Builder):
             if not split.dims.isdisjoint(dims):
                 raise Illegal("rows", f"{op.name} reduces across the pieces of {op.first}")
             return self.reduce_piece(op, coords, dims)
-        if (matrix_product := product_of(self.dag, op)) is not None and matrix_product.rows != 1:
+        matrix_product = None if self.space.is_free else product_of(self.dag, op)
+        if matrix_product is not None and matrix_product.rows != 1:
             raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = reduced.kept
@@ -678,7 +682,7 @@ class Lowering(Builder):
         """Return the axes of a free space that a reduction runs over: those along which its operand lies in
         the dimensions that it reduces, or those of the same dimensions of the space."""
         sizes = tuple(reduced.shape[d] for d in reduced.dims)
-        where = self.place_of_operand(op.first)
+        where = None if reduced.is_product else self.place_of_operand(op.first)
         if where is None and len(reduced.shape) == len(self.space.factors):
             where = self.space.identity()
         keys = {k for c in kept for k, _ in c.terms}

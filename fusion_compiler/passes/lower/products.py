@@ -27,6 +27,8 @@ aten = torch.ops.aten
 PRODUCTS: dict[object, int] = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
+# Rows that a tile has together. Programs of whole rows of the matrix multiply each element by one or two.
+LEAST_SHARING = 3
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -61,6 +63,11 @@ class Product:
     @property
     def rows(self) -> Dim:
         return self.shape[self.few]
+
+    @property
+    def shares_matrix(self) -> bool:
+        """True if tiles have all rows, which share each element of the matrix."""
+        return self.chosen is None and self.most is not None and self.most >= LEAST_SHARING
 
     @property
     def split(self) -> IndexSplit | None:
