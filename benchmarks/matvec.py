@@ -42,6 +42,15 @@ def norm_swiglu_linear(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor) -> Ten
     return swiglu_linear(F.rms_norm(x, (x.shape[-1],), norm, 1e-5), gate, up)
 
 
+def turned_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A matrix [k, n], as GPT-2 has them: neighbours in memory belong to different results."""
+    return torch.addmm(bias, x, weight)
+
+
+def norm_turned_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addmm(bias, F.layer_norm(x, x.shape[-1:], norm), weight)
+
+
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype) * scale)
 
@@ -64,6 +73,15 @@ def make_normed(rows: int, n: int, k: int) -> dict[str, Tensor]:
     return dict([x, ("norm", torch.rand(k) + 0.5), *matrices])
 
 
+def make_turned(rows: int, n: int, k: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, k), "weight": torch.randn(k, n) * k**-0.5, "bias": torch.randn(n)}
+
+
+def make_norm_turned(rows: int, n: int, k: int) -> dict[str, Tensor]:
+    x, *matrix = make_turned(rows, n, k).items()
+    return dict([x, ("norm", torch.rand(k) + 0.5), *matrix])
+
+
 def make_int8(rows: int, n: int, k: int) -> dict[str, Tensor]:
     weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
     return {"x": torch.randn(rows, k), "weight": weight, "scale": torch.rand(n, 1) * k**-0.5 / 64}
@@ -74,6 +92,8 @@ KINDS: tuple[tuple[str, Callable[..., Tensor], Callable[..., dict[str, Tensor]],
     (" + residual", residual_linear, make_residual, ("1B q", "1B down", "8B down")),
     (" SwiGLU", swiglu_linear, make_gated, ("1B gate", "8B gate")),
     (" norm + SwiGLU", norm_swiglu_linear, make_normed, ("1B gate", "8B gate")),
+    (" turned", turned_linear, make_turned, ("1B q", "1B gate", "1B down", "8B q")),
+    (" norm + turned", norm_turned_linear, make_norm_turned, ("1B q", "1B gate", "8B q")),
     (" int8", int8_linear, make_int8, ("1B gate", "1B down", "8B gate", "8B down")),
 )
 

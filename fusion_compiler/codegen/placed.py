@@ -168,14 +168,18 @@ class Emitter:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
         reduction, for which threads wait. Programs with loops load as they go. What all programs read, such
         as a norm's weight, is in the cache and need not occupy registers until then."""
-        lanes = frozenset(self.lanes)
-        leaves = self.where.of_axes(self.where.leaves)
-        repeats = any(leaf.place in (Place.LOOP, Place.UNROLL) for leaf in leaves)
+        lanes, leaves = frozenset(self.lanes), self.where.of_axes(self.where.leaves)
+        in_turns = any(self.is_told(n) for n in self.reductions)  # of products: their vectors come early too
+        repeats = any(leaf.place is Place.LOOP for leaf in leaves)
+        repeats = repeats or (any(leaf.place is Place.UNROLL for leaf in leaves) and not in_turns)
         for number in () if repeats else sorted(self.needed):
             node, depends = self.loops.nodes[number], self.depends[number]
-            is_tile = isinstance(node, Load) and not operands_of(node) and len(depends & lanes) > 1
-            if is_tile and not depends.isdisjoint(self.where.grid):
-                self.load_whole(number)
+            is_plain = isinstance(node, Load) and not operands_of(node)
+            is_tile = len(depends & lanes) > 1 and not depends.isdisjoint(self.where.grid)
+            if is_plain and (is_tile or (in_turns and self.unrolled[number] and depends & lanes)):
+                for elements in self.variants(depends):
+                    with self.fixed(elements):
+                        self.load_whole(number)
 
     def load_whole(self, number: int) -> None:
         """Load a whole tile before it is read."""
@@ -935,6 +939,8 @@ class Emitter:
         home, chosen = self.block_of(number), [number]
         for n, node in enumerate(self.loops.nodes):
             if n == number or not isinstance(node, Reduce) or n not in self.needed:
+                continue
+            if self.cached(n) is not None:
                 continue
             same = placed(self.where.reduced_by(node), Place.LOOP) == around
             if not same or self.block_of(n) != home or not self.is_open(self.depends[n]):

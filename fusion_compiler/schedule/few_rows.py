@@ -34,9 +34,6 @@ from fusion_compiler.ir.loops import (
     axes_in,
     axes_of,
     operands_of,
-    renumber,
-    renumber_store,
-    store_operands,
     with_operands,
 )
 from fusion_compiler.schedule.placement import (
@@ -94,7 +91,6 @@ TURNED = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
 # Partial results that the last program of some rows adds up. A kernel costs 2 us, an atomic and the round
 # trip to L2 one, but then one program reads what a grid would read, at 64 bytes per cycle: half a us.
 MOST_PARTIALS = 16384
-AT_ONCE = 1024  # elements of a norm's row in a tile
 TURNED_WORDS, MOST_WARPS = 8, 16  # words of a thread's tile, all of which it loads at once; warps
 # The same for threads, which go through the terms in a loop and have one word of each.
 BY_THREADS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
@@ -107,7 +103,6 @@ class Products:
     sums: their numbers. matrices: those of their matrices.
     few: the axes that only the factors with few rows have. wide: an axis that only the matrices have: the
     one along which neighbours in memory lie, or the longest one. terms: the axes that the products reduce.
-    before: the axes of reductions that the products wait for (see `with_norms_apart`).
     is_turned: neighbours in memory lie along `wide`, and not along `terms`.
     sizes: the sizes of all axes, of which some are estimates.
     """
@@ -117,14 +112,14 @@ class Products:
     few: tuple[int, ...]
     wide: int
     terms: tuple[int, ...]
-    before: tuple[int, ...]
     is_turned: bool
     sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Products | None:
         """Return the products of a nest, or None if it has none of several rows, or reduces what they come
-        to over other axes than their rows."""
+        to over other axes than their rows, or multiplies a turned matrix by what waits for all of its terms:
+        programs share these."""
         varies, sizes = axes_of(loops.nodes), [max(0, hint(axis.size, hints)) for axis in loops.axes]
         is_known = [isinstance(axis.size, int) for axis in loops.axes]
 
@@ -154,29 +149,27 @@ class Products:
             return None
         for k in few:
             sizes[k] = sizes[k] if is_known[k] else MOST_ROWS
-        inner = axes_in(loops.axes, (INNER,))
-        before = inner - few - terms
-        if inner & wide:  # a tile has all of it
+        if not axes_in(loops.axes, (INNER,)) <= few | terms:
             return None
-        waited_for = with_operands(loops, (o for n in matrices for o in operands_of(loops.nodes[n])))
-        for number, node in enumerate(loops.nodes):
-            if isinstance(node, Reduce) and number not in matrices:
-                late = not with_operands(loops, operands_of(node)).isdisjoint(matrices)
-                allowed = few if late else few | terms | (before if number in waited_for else few)
-                if not node.axes <= allowed:
-                    return None
+        for node in loops.nodes:
+            late = not with_operands(loops, operands_of(node)).isdisjoint(matrices)
+            if isinstance(node, Reduce) and not node.axes <= (few if late else few | terms):
+                return None
         loads = (loops.nodes[n] for n in with_operands(loops, matrices.values()))
         steps = {term for node in loads if isinstance(node, Load) for term in node.index.terms}
         adjacent = {k for k, step in steps if k >= 0 and step == 1 and sizes[k] != 1}
         longest = max(wide, key=lambda k: (k in adjacent, sizes[k]))
+        is_turned = longest in adjacent and adjacent.isdisjoint(terms)
+        read = with_operands(loops, (o for n in matrices for o in operands_of(loops.nodes[n])))
+        if is_turned and any(_is_over(loops.nodes[n], terms) for n in read):
+            return None
         return cls(
             tuple(matrices),
             frozenset(matrices.values()),
             tuple(k for k in sorted(few) if sizes[k] != 1),
             longest,
             tuple(k for k in sorted(terms) if sizes[k] != 1),
-            tuple(sorted(before)),
-            longest in adjacent and adjacent.isdisjoint(terms),
+            is_turned,
             tuple(sizes),
         )
 
@@ -186,7 +179,7 @@ class Products:
     @property
     def rows(self) -> int:
         """Return the rows of all matrices."""
-        others = {*self.few, *self.terms, *self.before}
+        others = {*self.few, *self.terms}
         return self.size(k for k in range(len(self.sizes)) if k not in others)
 
     @property
@@ -207,46 +200,6 @@ def is_product(loops: LoopNest) -> bool:
                 return False
             reach += step * (size - 1)
     return True
-
-
-def with_norms_apart(loops: LoopNest) -> LoopNest:
-    """Return a nest in which the reductions that products of a turned matrix wait for have axes of their own.
-
-        mean[m] = sum(x[m, k], {k}) / K; y[m, n] = sum((x[m, k] - mean[m]) * w[k, n], {k})
-        ->
-        mean[m] = sum(x[m, j], {j}) / K; y[m, n] = sum((x[m, k] - mean[m]) * w[k, n], {k})
-
-    A kernel cannot wait for a sum that its programs share, which is complete only when all of them are. But
-    the factor with few rows is small next to the matrix: each program reads all of it.
-    """
-    products = Products.of(loops, {})
-    if products is None or not products.is_turned:
-        return loops
-    waited_for = {
-        n
-        for n in with_operands(loops, (o for p in products.sums for o in operands_of(loops.nodes[p])))
-        if isinstance(node := loops.nodes[n], Reduce) and node.axes <= {*products.terms}
-    }
-    if not waited_for:
-        return loops
-    own = {k: len(loops.axes) + i for i, k in enumerate(products.terms)}
-    axes = (*loops.axes, *(replace(loops.axes[k], name=f"{loops.axes[k].name}_again") for k in own))
-    moved = {k: own.get(k, k) for k in range(len(loops.axes))}
-    nodes, names = list[Node](), list[str]()
-
-    def add(wanted: Iterable[int], numbers: dict[int, int], moved: Mapping[int, int]) -> dict[int, int]:
-        for n in sorted(set(wanted) - numbers.keys()):
-            numbers[n] = len(nodes)
-            nodes.append(renumber(loops.nodes[n], numbers, moved))
-            names.append(loops.names[n])
-        return numbers
-
-    apart = add(with_operands(loops, waited_for), {}, moved)
-    stored = (o for store in loops.stores for o in store_operands(store))
-    wanted = with_operands(loops, stored, waited_for)
-    numbers = add(wanted, {n: apart[n] for n in waited_for}, {k: k for k in moved})
-    stores = tuple(renumber_store(store, numbers) for store in loops.stores)
-    return LoopNest(axes, tuple(nodes), stores, tuple(names))
 
 
 def placements(
@@ -357,7 +310,7 @@ def _placement(
         outside.append(At(f"{name}.o", place))
         return f"{name}.i"
 
-    used = {products.wide, *products.few, *products.terms, *products.before}
+    used = {products.wide, *products.few, *products.terms}
     grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
     name, size = one(products.few, "few")
     most = min(MOST_ROWS, padded(size)) if isinstance(size, int) else MOST_ROWS
@@ -382,9 +335,6 @@ def _placement(
             inner = cut(inner, tile.terms, WORD, words, Place.LANES)
             lanes += [(3, word) for word in words]
         lanes.append((1 if products.is_turned else 3, At(inner, Place.LANES)))
-    if products.before:
-        name, size = one(products.before, "before")
-        lanes.append((4, At(cut(name, size, AT_ONCE, loop, Place.LOOP), Place.LANES)))
     placed = (directive for _, directive in sorted(lanes, key=lambda lane: lane[0]))
     return Placement(
         (*fuses, *cuts, *grid, *loop, *placed, *last, *units), warps_of(tile.warps, device), tile.stages

@@ -35,7 +35,7 @@ from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.few_rows import Products, with_norms_apart
+from fusion_compiler.schedule.few_rows import Products
 from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({
@@ -249,9 +249,8 @@ class Candidates:
         )
         loops = simplify(lowered)
         if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
-            loops = with_norms_apart(loops)
             if Products.of(loops, self.hints) is None:
-                raise Illegal("space", "programs that share a matrix do not have what its product is read by")
+                raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
         analysis = Analysis(loops)
         found = self.checked(analysis, ops)
         product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)

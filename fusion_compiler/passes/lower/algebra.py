@@ -10,6 +10,7 @@ import torch
 
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
+    INNER,
     TILE,
     Compute,
     Constant,
@@ -194,7 +195,8 @@ def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
 
 def _is_matrix_product(loops: LoopNest, varies: tuple[frozenset[int], ...], node: Reduce) -> bool:
     """True if a reduction sums the elements of a matrix times values that all rows of the matrix share. The
-    matrix may come with scales. Its neighbours in memory are terms of one sum."""
+    matrix may come with scales. Its neighbours in memory are terms of one sum, unless a tile has axes of all
+    sorts."""
     if node.combine != "sum":
         return False
     stack, leaves = [node.operand], list[int]()
@@ -209,6 +211,8 @@ def _is_matrix_product(loops: LoopNest, varies: tuple[frozenset[int], ...], node
     matrices = [n for n in leaves if rows & varies[n] and reduced & varies[n]]
     if not rows or any(rows & varies[n] for n in leaves if n not in matrices):
         return False
+    if any(axis.group == INNER for axis in loops.axes):  # programs that share terms share the norm's as well
+        return True
     return not any(_is_contiguous(loops, n, rows) for each in matrices for n in _ancestors(loops, each))
 
 
