@@ -137,8 +137,8 @@ class Products:
             if not isinstance(node, Reduce) or not factors:
                 continue
             first, second = factors
-            is_turned = rows(second, first) < rows(first, second)
-            vectors, matrix = (second, first) if is_turned else (first, second)
+            is_second = rows(second, first) < rows(first, second)
+            vectors, matrix = (second, first) if is_second else (first, second)
             if node.axes <= varies[vectors] and varies[matrix] - varies[vectors]:
                 matrices[number] = matrix
                 axes.add((varies[vectors] - varies[matrix], varies[matrix] - varies[vectors], node.axes))
