@@ -133,7 +133,7 @@ class Emitter:
         self.depth = 0  # of the block to which statements are added
         self.needed = set[int]()  # nodes of which the program stores something
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
-        self.apart: object = None  # the dimensions of tiles that have others than most
+        self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
 
     @property
     def lanes(self) -> tuple[Leaf, ...]:
@@ -166,17 +166,19 @@ class Emitter:
 
     def load_first(self) -> None:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
-        reduction, for which threads wait. Programs with loops load as they go. What all programs read, such
+        reduction, for which threads wait. Programs with loops load as they go. Of a product, whose rows are
+        unrolled, each row is loaded before the first one is reduced. What all programs read, such
         as a norm's weight, is in the cache and need not occupy registers until then."""
         lanes, leaves = frozenset(self.lanes), self.where.of_axes(self.where.leaves)
-        in_turns = any(self.is_told(n) for n in self.reductions)  # of products: their vectors come early too
-        repeats = any(leaf.place is Place.LOOP for leaf in leaves)
-        repeats = repeats or (any(leaf.place is Place.UNROLL for leaf in leaves) and not in_turns)
-        for number in () if repeats else sorted(self.needed):
+        are_products = any(self.combines_in_turns(n) for n in self.reductions)
+        if placed(leaves, Place.LOOP) or (placed(leaves, Place.UNROLL) and not are_products):
+            return
+        for number in sorted(self.needed):
             node, depends = self.loops.nodes[number], self.depends[number]
             is_plain = isinstance(node, Load) and not operands_of(node)
             is_tile = len(depends & lanes) > 1 and not depends.isdisjoint(self.where.grid)
-            if is_plain and (is_tile or (in_turns and self.unrolled[number] and depends & lanes)):
+            is_row = are_products and bool(self.unrolled[number]) and not depends.isdisjoint(lanes)
+            if is_plain and (is_tile or is_row):
                 for elements in self.variants(depends):
                     with self.fixed(elements):
                         self.load_whole(number)
@@ -448,7 +450,7 @@ class Emitter:
     def key(self, number: int) -> object:
         unrolled = self.unrolled[number]
         elements = tuple([(leaf, self.at[leaf]) for leaf in unrolled]) if unrolled else ()
-        return number, elements, self.apart
+        return number, elements, self.other_lanes
 
     def cached(self, number: int) -> Tile | None:
         key = self.key(number)
@@ -963,18 +965,20 @@ class Emitter:
             self.add(monoids.step(node, cast(Var, state.value), value))
 
     def in_turn(self, number: int) -> list[Leaf]:
-        """Return the lanes over which each turn of a loop reduces (`combine(r, TURN)`): neighbours."""
+        """Return the lanes over which each turn of a loop reduces: neighbours. Without a loop there are
+        none."""
         reduced = self.where.reduced_by(self.reduction(number))
-        is_told = self.is_told(number) and placed(reduced, Place.LOOP)
-        return [leaf for leaf in placed(reduced, Place.LANES) if leaf.step == 1] if is_told else []
+        if not self.combines_in_turns(number) or not placed(reduced, Place.LOOP):
+            return []
+        return [leaf for leaf in placed(reduced, Place.LANES) if leaf.step == 1]
 
-    def is_told(self, number: int) -> bool:
-        """True if the placement says that each turn reduces (`combine(r, TURN)`)."""
+    def combines_in_turns(self, number: int) -> bool:
+        """True if the placement has `combine(r, TURN)` for a reduction."""
         return In(self.loops.names[number], Stage.TURN) in self.placement.directives
 
     def join_key(self, number: int) -> object:
         """Return what sums have in common that threads exchange at once; None of others."""
-        return self.reduction(number).axes if self.is_told(number) else None
+        return self.reduction(number).axes if self.combines_in_turns(number) else None
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""

@@ -117,7 +117,7 @@ class ProductEmitter(Emitter):
 
     def _terms(self, number: int) -> Terms:
         matrix, vectors = self._held(self.products[number].matrix), self._held(self.products[number].vectors)
-        return Terms.of(matrix, (vectors,), number not in self.fp16)
+        return Terms.of(matrix, vectors, number not in self.fp16)
 
     def _parts(self, number: int) -> int:
         """Return the parts of which each sum is the total."""
@@ -188,10 +188,11 @@ class ProductEmitter(Emitter):
     @contextmanager
     def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
         """Emit tiles that have these dimensions."""
-        before, apart = self.where, self.apart
-        self.where, self.apart = replace(before, lanes=lanes), None if lanes == before.lanes else lanes
+        before, other_lanes = self.where, self.other_lanes
+        self.where = replace(before, lanes=lanes)
+        self.other_lanes = other_lanes if lanes == before.lanes else lanes
         yield
-        self.where, self.apart = before, apart
+        self.where, self.other_lanes = before, other_lanes
 
     def _is_reduced(self, number: int) -> bool:
         return not self.reductions.isdisjoint(with_operands(self.loops, (number,)))

@@ -101,10 +101,6 @@ class Split:
     stores: tuple[Store, ...] = ()
     last: LastStage | None = None
 
-    @property
-    def scratch(self) -> tuple[Buffer, ...]:
-        return (*self.partials.values(), *(() if self.last is None else (self.last.counter,)))
-
 
 @dataclass(frozen=True)
 class LastStage:
@@ -301,7 +297,8 @@ def split_by_placement(
     nests: list[LoopNest] = []
     for together in _needed_together(loops, kept):
         alike = {n: kept[n] for n in sorted(together)}
-        axes = max((partial.axes for partial in alike.values()), key=len)
+        by_length = sorted((partial.axes for partial in alike.values()), key=len, reverse=True)
+        axes = tuple(dict.fromkeys(k for of_one in by_length for k in of_one))
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}

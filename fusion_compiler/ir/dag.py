@@ -132,6 +132,8 @@ class OpDag:
         return tuple(self.graph.successors(name))
 
 
+# Rows of a product that share a tile of its matrix: one or two take no longer than the matrix is read.
+LEAST_SHARING = 3
 FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
 # Rows of the products that one plan is made for, at most, where their number is only known at run time.
 ROW_RANGES = (4, 8, FEW_ROWS)

@@ -23,6 +23,7 @@ from math import prod
 
 import sympy
 
+from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
@@ -49,14 +50,12 @@ from fusion_compiler.schedule.placement import (
     Unit,
 )
 from fusion_compiler.schedule.schedule import WORD
-from fusion_compiler.schedule.shapes import padded, warps_of
+from fusion_compiler.schedule.shapes import are_apart, padded, warps_of
 from fusion_compiler.schedule.tile_products import SMALLEST, factors_of
 
 # Matrices side by side in a loop. Each has tiles in shared memory, and sixteen need more than there is. Six
 # of 8192 x 2048 took 27.6 us each, where a copy takes 7.8.
 MOST_MATRICES = 3
-MOST_ROWS = 16  # of the factor with few rows, in a tile
-LEAST_SHARING = 3  # rows for which tensor cores are worth it: one or two take no longer than to load
 MOST_BY_THREADS = 4  # rows that threads multiply as fast as tensor cores do
 
 
@@ -121,14 +120,13 @@ class Products:
         to over other axes than their rows, or multiplies a turned matrix by what waits for all of its terms:
         programs share these."""
         varies, sizes = axes_of(loops.nodes), [max(0, hint(axis.size, hints)) for axis in loops.axes]
-        is_known = [isinstance(axis.size, int) for axis in loops.axes]
+        is_static = [isinstance(axis.size, int) for axis in loops.axes]
 
-        def rows(number: int, other: int) -> tuple[bool, bool, int]:
-            """Return what is the less, the sooner a factor is the one with few rows: a number of these that
-            is only known at run time has an upper bound, which the planner has checked."""
-            own = varies[number] - varies[other]
-            size, known = prod(sizes[k] for k in own), all(is_known[k] for k in own)
-            return not (known and size <= MOST_ROWS), known, size
+        def rank(axes: frozenset[int]) -> tuple[bool, bool, int]:
+            """Return a number that is the less, the likelier these are the axes of few rows. A number of rows
+            that is only known at run time has an upper bound, which the planner has checked."""
+            size, are_static = prod(sizes[k] for k in axes), all(is_static[k] for k in axes)
+            return not (are_static and size <= FEW_ROWS), are_static, size
 
         matrices: dict[int, int] = {}
         axes: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
@@ -136,19 +134,18 @@ class Products:
             factors = factors_of(loops, number)
             if not isinstance(node, Reduce) or not factors:
                 continue
-            first, second = factors
-            is_second = rows(second, first) < rows(first, second)
-            vectors, matrix = (second, first) if is_second else (first, second)
-            if node.axes <= varies[vectors] and varies[matrix] - varies[vectors]:
-                matrices[number] = matrix
-                axes.add((varies[vectors] - varies[matrix], varies[matrix] - varies[vectors], node.axes))
+            first, second = (varies[n] for n in factors)
+            few, wide = sorted((first - second, second - first), key=rank)
+            if node.axes <= first & second and wide:
+                matrices[number] = factors[0] if wide <= first else factors[1]
+                axes.add((few, wide, node.axes))
         if len(axes) != 1:
             return None
         ((few, wide, terms),) = axes
         if all(sizes[k] == 1 for k in few):
             return None
         for k in few:
-            sizes[k] = sizes[k] if is_known[k] else MOST_ROWS
+            sizes[k] = sizes[k] if is_static[k] else FEW_ROWS
         if not axes_in(loops.axes, (INNER,)) <= few | terms:
             return None
         for node in loops.nodes:
@@ -193,13 +190,11 @@ def is_product(loops: LoopNest) -> bool:
     products = Products.of(loops, {})
     if products is None:
         return False
-    for node in loops.nodes:
-        reach, terms = 0, node.index.terms if isinstance(node, Load) else ()
-        for step, size in sorted((abs(hint(c)), products.sizes[k]) for k, c in terms if k >= 0):
-            if step <= reach and size > 1:
-                return False
-            reach += step * (size - 1)
-    return True
+    loads = (node for node in loops.nodes if isinstance(node, Load))
+    return all(
+        are_apart((abs(hint(step)), products.sizes[k]) for k, step in load.index.terms if k >= 0)
+        for load in loads
+    )
 
 
 def placements(
@@ -313,7 +308,7 @@ def _placement(
     used = {products.wide, *products.few, *products.terms}
     grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
     name, size = one(products.few, "few")
-    most = min(MOST_ROWS, padded(size)) if isinstance(size, int) else MOST_ROWS
+    most = min(FEW_ROWS, padded(size)) if isinstance(size, int) else FEW_ROWS
     lanes.append((0, At(cut(name, size, most, grid, Place.GRID), few)))
     wide = loops.axes[products.wide]
     if tile.rows == 1:

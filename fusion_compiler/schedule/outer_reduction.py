@@ -37,7 +37,7 @@ WORDS = 8  # words of a thread's tile, all of which it loads at once
 # vector, and moves the matrix there through shared memory.
 ROW_THREADS = 2
 REPLICATED = 32  # most elements per thread of whole vectors (`schedule.replicated`)
-# Most warps of a program (twice as many if tensor units need few registers), and warps of a program that
+# Most warps of a program (twice as many for more products than FEW_SUMS), and warps of a program that
 # loops over the parts of a larger tile.
 MOST_WARPS, TURN_WARPS = 8, 4
 MOST_PARTIALS = 16384  # see `_last_finishes`

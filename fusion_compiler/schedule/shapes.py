@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from fusion_compiler.ir.device import DeviceSpec
 
@@ -12,6 +12,16 @@ WARP = 32  # threads of the warps in which shapes are given
 def padded(size: int) -> int:
     """Return the smallest power of two that is not less than `size`."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def are_apart(terms: Iterable[tuple[int, int]]) -> bool:
+    """True if no two elements have the same index. terms: the (step, size) of each axis of the index."""
+    reach = 0
+    for step, size in sorted(terms):
+        if step <= reach and size != 1:
+            return False
+        reach += step * (size - 1)
+    return True
 
 
 def powers(low: int, high: int) -> Iterator[int]:

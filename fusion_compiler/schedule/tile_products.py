@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +43,10 @@ class Terms:
     vectors: int
 
     @classmethod
-    def of(cls, matrix: torch.dtype | None, vectors: Iterable[torch.dtype | None], is_exact: bool) -> Terms:
+    def of(cls, matrix: torch.dtype | None, vectors: torch.dtype | None, is_exact: bool) -> Terms:
         """Return the terms of factors. matrix, vectors: the dtypes that hold them, as `held` says. is_exact:
         the sum needs all digits of float32."""
-        of_vectors = 1 if all(dtype in ONE for dtype in vectors) else 3 if is_exact else 2
+        of_vectors = 1 if vectors in ONE else 3 if is_exact else 2
         return cls(1 if matrix in ONE else 2, of_vectors)
 
     @property
@@ -110,7 +110,7 @@ def with_exact_products(
 
     def is_exact(number: int, of: Product) -> bool:
         matrix, vectors = held(loops, dtypes, of.matrix), held(loops, dtypes, of.vectors)
-        terms = Terms.of(matrix, (vectors,), number not in short)
+        terms = Terms.of(matrix, vectors, number not in short)
         return terms.matrix == 1 or number in short or matrix in TWO
 
     return tuple(p for p in placements if all(is_exact(n, of) for n, of in products_of(loops, p).items()))

@@ -19,6 +19,7 @@ from math import prod
 import sympy
 import torch
 
+from fusion_compiler.ir.dag import LEAST_SHARING
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
     INNER,
@@ -34,7 +35,7 @@ from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.registers import MOST
-from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.shapes import are_apart, padded
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_exact_products
 from fusion_compiler.schedule.verifier import held_registers, refusal
 
@@ -43,7 +44,6 @@ TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of k
 MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
 MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled, on tensor cores
-LEAST_SHARING = 3  # that tensor cores multiply faster than threads: one or two take no longer than to load
 # What buffers of elements with so many bytes most likely hold: the planner knows no more.
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
@@ -107,14 +107,9 @@ def _overlaps(loops: LoopNest, index: Index) -> bool:
 
 def _is_injective(loops: LoopNest, index: Index) -> bool:
     """True if no two elements of a tile have the same index."""
-    reach = 0
     inner = axes_in(loops.axes, (INNER,))
-    terms = [(abs(hint(step)), hint(loops.axes[key].size)) for key, step in index.terms if key in inner]
-    for step, size in sorted(terms):
-        if step <= reach and size != 1:
-            return False
-        reach += step * (size - 1)
-    return True
+    terms = ((abs(hint(step)), hint(loops.axes[key].size)) for key, step in index.terms if key in inner)
+    return are_apart(terms)
 
 
 def _shared_axis(loops: LoopNest) -> int | None:

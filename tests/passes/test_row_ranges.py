@@ -118,7 +118,7 @@ def test_every_schedule(rows: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         fast(x, torch.rand(320, dtype=dtype) + 0.5, gate, up, base)
     checked = compiler.plans.verification.rows
-    assert len(checked) >= 2 and not compiler.refused
+    assert len(checked) >= (2 if dtype is torch.float32 else 6) and not compiler.refused
     assert all(row.agrees for row in checked), str(compiler.plans.verification)
     assert "a plan for" in note(compiler)
     assert not products_left(compiler)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import sympy
 
 from fusion_compiler.ir import depthwise, layout
-from fusion_compiler.ir.dag import FEW_ROWS, Op, OpDag
+from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, is_only_stored_in_place, kept_axes
@@ -27,7 +27,6 @@ from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
 from fusion_compiler.passes.fuse.movement import L2_SHARE
-from fusion_compiler.passes.lower import products
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
@@ -46,7 +45,7 @@ FUSIBLE = frozenset({
 CHOOSING = 0.85
 # Rows of a product of whose results a program makes several: more are multiplied on tensor units, by tiles of
 # sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
-MOST_ROWS_CUT = products.LEAST_SHARING - 1
+MOST_ROWS_CUT = LEAST_SHARING - 1
 LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
 WINDOWS_MARGIN = 1.0  # the same of a depthwise convolution, with which other operators of the cluster fuse
 

@@ -106,7 +106,7 @@ def lower(
     """Lower `ops` (in topological order) to a loop nest that stores `outputs`. Raises Illegal.
 
     index_split: the space is that of one piece of this split.
-    matrices: the space is that of matrices (see `matrix_space`).
+    in_tile: a tile holds all axes that some reduction reduces (see `free_space`).
     stored: ops whose results this or another program stores.
     like_eager: round as numerics="eager" asks.
     effort: counts the work.

@@ -3,9 +3,9 @@
     mm(x, w)[i, n]  ->  sum over k of x[i, k] * w[k, n]   for each of the few rows i
 
 Either operand may be the one with few rows (or columns); the other one is called the matrix, and its size
-decides the time. The space is that of the matrix, and each row is a piece of the product (see `IndexSplit`),
-so every element of the matrix that a program reads serves all rows. If each row chooses one of several
-matrices, a program reads the same part of each chosen one:
+decides the time. Every element of the matrix that a program reads serves all rows. From three rows on, the
+space has axes m, k and n (`free_space`). Below, or if each row chooses one of several matrices, the space is
+that of the matrix, and each row is a piece of the product (see `IndexSplit`):
 
     expert_mm(x, w, e)[i, n]  ->  sum over k of x[i, k] * w[e[i], k, n]
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dag import LEAST_SHARING, Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
@@ -27,8 +27,6 @@ aten = torch.ops.aten
 PRODUCTS: dict[object, int] = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
 }  # fmt: skip
-# Rows that a tile has together. Programs of whole rows of the matrix multiply each element by one or two.
-LEAST_SHARING = 3
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

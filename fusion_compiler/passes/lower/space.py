@@ -206,20 +206,19 @@ def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
     reductions = [reduced_by(dag, dag.op(n)) for n in ops if is_reduction(dag.op(n))]
     alike = {(r.shape, frozenset(d for d in r.dims if r.shape[d] != 1)) for r in reductions}
     products = [p for n in ops if (p := product_of(dag, dag.op(n))) is not None]
-    has_product = bool(products)  # whose terms a loop may go over
     if not all(p.shares_matrix for p in products):
         raise Illegal("space", "a product of one or two rows, or of several matrices, is made row by row")
-    if (len(alike) < 2 and not has_product) or any(dag.op(n).kind is Kind.SCAN for n in ops):
+    if (len(alike) < 2 and not products) or any(dag.op(n).kind is Kind.SCAN for n in ops):
         raise Illegal("space", "only reductions over different axes need a tile that holds all of these")
-    for terms in () if has_product else [product(r.shape[d] for d in r.dims) for r in reductions]:
-        if not isinstance(terms, int) or terms > LARGEST_TILE:
+    for terms in (product(r.shape[d] for d in r.dims) for r in reductions):
+        fits = isinstance(terms, int) and terms <= LARGEST_TILE
+        if not fits and not products:  # a loop goes over the terms of a product
             raise Illegal("size", f"a tile of {terms} elements is too large ({LARGEST_TILE})")
     largest = max(reductions, key=lambda r: numel(r.shape))
-    if largest.is_product:
-        return Space(tuple((s,) for s in largest.shape), tuple(COLS for _ in largest.shape), is_free=True)
     dims = [d for _, d in alike]
     innermost = next((d for d, s in enumerate(largest.stride) if s == 1 and largest.shape[d] != 1), None)
-    if any(d != dims[0] for d in dims) and innermost not in frozenset[int]().union(*dims):
+    has_several = any(d != dims[0] for d in dims) and not largest.is_product
+    if has_several and innermost not in frozenset[int]().union(*dims):
         raise Illegal("space", "neighbours in memory would be in different tiles")
     return Space(tuple((s,) for s in largest.shape), tuple(COLS for _ in largest.shape), is_free=True)
 
