@@ -360,7 +360,7 @@ def issue_us(
     if w.slide is not None:
         step = s.unrolled * s.lanes
         points *= step * ceil(size[w.slide[0]] / step)
-        along = size[w.slide[1]]
+        along = max(1, size[w.slide[1]])  # none of an empty image
         shared = taps / along * ((s.unrolled - 1) * w.stride + along) / s.unrolled
     taps, shared = (n / prod(w.phases.values()) for n in (taps, shared))
     tile = s.block * s.lanes * s.rows

@@ -190,3 +190,10 @@ def step(function: Any, x: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
     leaf = x.detach().requires_grad_()
     result = function(leaf)
     return result.detach(), torch.autograd.grad(result, leaf, sent)[0]
+
+
+def test_gradients_of_an_empty_batch() -> None:
+    x = torch.randn(0, 1, 3, 3, requires_grad=True)
+    result = fc.compile(lambda x: F.avg_pool2d(x, 2), backend="interpret", strict=True)(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert result.shape == (0, 1, 1, 1) and gradient.shape == x.shape
