@@ -28,7 +28,7 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner
-from fusion_compiler.schedule import looped, misaligned, space
+from fusion_compiler.schedule import looped, misaligned, space, tiles
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.schedule import Cols, Schedule
 
@@ -100,7 +100,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
     Wide rows are cut into at most 256 blocks. Nests under placements have small tiles as they are.
     """
     analysis = Analysis(loops)
-    if analysis.inner:
+    if tiles.runs(analysis):
         return schedules_of(loops, name, device)
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
     kinds: dict[Schedule, None] = {}
@@ -113,8 +113,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
                 continue  # see below; only what goes through a row knows the columns of a loop
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
-            last = s.last_finishes
-            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs, last_finishes=last)] = None
+            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
     if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
         kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None

@@ -15,7 +15,6 @@ from typing import Generic, TypeVar
 import sympy
 import torch
 
-from fusion_compiler.codegen import replicated
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages
 from fusion_compiler.codegen.names import GLOBAL
@@ -27,6 +26,7 @@ from fusion_compiler.codegen.passes import (
     stored_late,
 )
 from fusion_compiler.codegen.products import ProductEmitter
+from fusion_compiler.codegen.replicated import Replicated
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.second_stages import (
     RowStage,
@@ -40,7 +40,7 @@ from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.text import module
 from fusion_compiler.codegen.tile import Assign, Do, Function, If, Statement, Store, reads
-from fusion_compiler.codegen.values import PlacedNest, Tile
+from fusion_compiler.codegen.values import PlacedNest
 from fusion_compiler.ir.dims import Dim, product, simple, strides_of
 from fusion_compiler.ir.kernel import Argument, Buffer, Kernel, Program, Role
 from fusion_compiler.ir.loops import (
@@ -55,7 +55,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
-from fusion_compiler.schedule.placement import Place, Placement
+from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
 from fusion_compiler.schedule.schedule import WORD, Schedule
@@ -385,9 +385,8 @@ class _Assembly(_Part[Schedule]):
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = self.emitter()
-        functions = self.replicated_reductions(emitter, f"{name}_first")
         body, grid = emitter.rows_program(number, self.row_stage)
-        functions += self.last_program(emitter, f"{name}_last")
+        functions = self.last_program(emitter, f"{name}_last")
         return functions, self.finished(rewritten(body, self.roundings())), grid
 
     def emitter(self, load_options: Mapping[str, Expression] = NO_OPTIONS) -> RowEmitter:
@@ -403,19 +402,6 @@ class _Assembly(_Part[Schedule]):
     def roundings(self) -> Mapping[int, int]:
         return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
 
-    def replicated_reductions(self, emitter: RowEmitter, name: str) -> list[Function]:
-        """Return the function that computes replicated reductions, if there are any."""
-        copies = replicated.replicated_of(self.a)
-        if copies is None:
-            return []
-        nest = Analysis(copies.loops)
-        placement = placement_of(nest, copies.schedule(self.s.num_warps))
-        inner = RowEmitter(PlacedNest(nest, placement, self.pointers, self.dtypes, self.empty))
-        body = rewritten(replicated.statements_of(inner, emitter, copies))
-        used = self.used(body)
-        replicated.enter(emitter, copies, inner, Global(name)(*used))
-        return [Function(name, used, body)]
-
     def last_program(self, emitter: RowEmitter, name: str) -> list[Function]:
         """Let the program that draws the last ticket run the second stage and set the counter back to zero.
 
@@ -427,23 +413,13 @@ class _Assembly(_Part[Schedule]):
         if second is None or second.counter is None:
             return []
         part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        inner = part.emitter(FROM_L2)
-        loads = {place: emitter.variable_of(emitter.tile(n)) for n, place in second.loads.items()}
-        names = {place: Name(f"{variable.base}_{place}") for place, variable in loads.items()}
-        for place, loaded in names.items():
-            lanes = inner.depends[place] & {*inner.lanes}
-            inner.scopes[0].tiles[inner.key(place)] = Tile(loaded, lanes, True)
-        blocks = [leaf for leaf in emitter.where.of_axes(emitter.columns) if leaf.place is Place.GRID]
-        blocks = [leaf for leaf in blocks if leaf.extent != 1]
-        numbers = [emitter.element(leaf).value for leaf in blocks]
-        parameters = [Name("block") for _ in blocks]
-        body, _ = inner.rows_program(parameters[0] if blocks else FIRST, None)
+        body, _ = part.emitter(FROM_L2).rows_program(FIRST, None)
         body = rewritten(body, part.roundings())
         pointers = part.used(body)
-        call = Do(Global(name)(*numbers, *loads.values(), *pointers))
         emitter.add(Do(tl.debug_barrier()))
-        emitter.add(self.if_last(second.counter, numbers, second.programs * self.s.splits, call))
-        return [Function(name, (*parameters, *names.values(), *pointers), body)]
+        programs = second.programs * self.s.splits
+        emitter.add(self.if_last(second.counter, [], programs, Do(Global(name)(*pointers))))
+        return [Function(name, pointers, body)]
 
 
 class _Placed(_Part[Placement]):
@@ -466,13 +442,27 @@ class _Placed(_Part[Placement]):
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = self.emitter(NO_OPTIONS)
+        functions = self.replicated(emitter, f"{name}_first")
         body, grid = emitter.program(number, self.split)
-        functions = self.last_program(emitter, f"{name}_last")
+        functions += self.last_program(emitter, f"{name}_last")
         return functions, self.finished(rewritten(body)), grid
 
     def emitter(self, load_options: Mapping[str, Expression]) -> ProductEmitter:
         nest = PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty, load_options)
         return ProductEmitter(nest)
+
+    def replicated(self, emitter: ProductEmitter, name: str) -> list[Function]:
+        """Return the function that makes replicated reductions, if there are any."""
+        copies = Replicated.of(self.a, self.s)
+        if copies is None:
+            return []
+        nest = Analysis(copies.loops)
+        placement = placement_of(nest, copies.schedule(self.s.num_warps))
+        inner = RowEmitter(PlacedNest(nest, placement, self.pointers, self.dtypes, self.empty))
+        body = rewritten(copies.statements(inner, emitter))
+        used = self.used(body)
+        copies.enter(emitter, inner, Global(name)(*used))
+        return [Function(name, used, body)]
 
     def last_program(self, emitter: ProductEmitter, name: str) -> list[Function]:
         """Let the last program of those that share a reduction run its part of the second stage: see

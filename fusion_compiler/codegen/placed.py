@@ -46,7 +46,7 @@ from fusion_compiler.codegen.tile import (
 )
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.values import PlacedNest, Scope, Tile
-from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
+from fusion_compiler.ir.dims import Dim, hint, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
     Checked,
     Compute,
@@ -81,7 +81,8 @@ from fusion_compiler.ir.syntax import (
 from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, operand_of
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import In, Leaf, Place, Stage
+from fusion_compiler.schedule.placement import Leaf, Place, Stage
+from fusion_compiler.schedule.shapes import are_apart
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -133,6 +134,7 @@ class Emitter:
         self.depth = 0  # of the block to which statements are added
         self.needed = set[int]()  # nodes of which the program stores something
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
+        self.in_turns = placement.combined(Stage.TURN)
         self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
 
     @property
@@ -166,22 +168,16 @@ class Emitter:
 
     def load_first(self) -> None:
         """Load what whole tiles are computed of before anything is reduced: compilers move no load over a
-        reduction, for which threads wait. Programs with loops load as they go. Of a product, whose rows are
-        unrolled, each row is loaded before the first one is reduced. What all programs read, such
+        reduction, for which threads wait. Programs with loops load as they go. What all programs read, such
         as a norm's weight, is in the cache and need not occupy registers until then."""
         lanes, leaves = frozenset(self.lanes), self.where.of_axes(self.where.leaves)
-        are_products = any(self.combines_in_turns(n) for n in self.reductions)
-        if placed(leaves, Place.LOOP) or (placed(leaves, Place.UNROLL) and not are_products):
+        if placed(leaves, Place.LOOP) or placed(leaves, Place.UNROLL):
             return
         for number in sorted(self.needed):
             node, depends = self.loops.nodes[number], self.depends[number]
-            is_plain = isinstance(node, Load) and not operands_of(node)
             is_tile = len(depends & lanes) > 1 and not depends.isdisjoint(self.where.grid)
-            is_row = are_products and bool(self.unrolled[number]) and not depends.isdisjoint(lanes)
-            if is_plain and (is_tile or is_row):
-                for elements in self.variants(depends):
-                    with self.fixed(elements):
-                        self.load_whole(number)
+            if isinstance(node, Load) and not operands_of(node) and is_tile:
+                self.load_whole(number)
 
     def load_whole(self, number: int) -> None:
         """Load a whole tile before it is read."""
@@ -337,8 +333,10 @@ class Emitter:
                 covered = product((ceil_div(size, turns[0].step), turns[0].step))
             (leaf, *_) = leaves
             padded = not several and leaf.place is Place.LANES and leaf.lanes * leaf.step != size
+            if not padded and quotient(size, covered) is not None and size != 0:
+                continue
             base, offset = self.coordinate(axis)
-            if base is not None and (padded or quotient(size, covered) is None or size == 0):
+            if base is not None:
                 checks.append(self.check(self.where.axes[axis].name, base, offset, size))
         values = [check.value for check in checks]
         return self.joined(cast(Expression, every(*values)), *checks) if checks else None
@@ -546,8 +544,23 @@ class Emitter:
         return self.joined(value, tile, *within)
 
     def options(self, node: Load) -> Mapping[str, Expression]:
-        """Return the keyword arguments of a load."""
-        return self.load_options
+        """Return the keyword arguments of a load. What the program and the others read once leaves the cache
+        first."""
+        if not self.is_streamed(node):
+            return self.load_options
+        return {**self.load_options, "eviction_policy": Literal("evict_first")}
+
+    def is_streamed(self, node: Load) -> bool:
+        """True if a load goes through a matrix, in a loop or for a product, of which no other program loads
+        the same element."""
+        axes, products = self.axes_of(node.index), filter(self.combines_in_turns, self.reductions)
+        depends = self.where.of_axes(axes)
+        is_matrix = any(not axes.isdisjoint(self.reduction(n).axes) for n in products)
+        if not (is_matrix or placed(depends, Place.LOOP)) or not depends.issuperset(self.where.grid):
+            return False
+        return are_apart(
+            (abs(hint(step)), hint(self.loops.axes[key].size)) for key, step in node.index.terms if key >= 0
+        )
 
     def is_shared_within(self, node: Load) -> bool:
         """True if neighbours load the same element wherever a range, in which only some of them lie, holds:
@@ -957,24 +970,21 @@ class Emitter:
         return all(leaf in loops for leaf in placed(leaves, Place.LOOP))
 
     def add_terms(self, number: int, node: Reduce, state: Tile) -> None:
-        """Add a reduction's terms of the open block to its accumulator, or what they come to in this turn."""
+        """Add a reduction's terms of the open block to its accumulator."""
         if (term := self.term(number, node)) is not None:
-            value = term.value
-            for leaf in self.in_turn(number):
-                value = monoids.fold(node, value, self.lanes.index(leaf), keep=len(self.lanes) > 1)
-            self.add(monoids.step(node, cast(Var, state.value), value))
+            self.add(monoids.step(node, cast(Var, state.value), term.value))
 
     def in_turn(self, number: int) -> list[Leaf]:
-        """Return the lanes over which each turn of a loop reduces: neighbours. Without a loop there are
-        none."""
+        """Return the lanes over which each turn of a loop reduces: those of other axes than the innermost,
+        of which it reduces words. Without a loop there are none."""
         reduced = self.where.reduced_by(self.reduction(number))
         if not self.combines_in_turns(number) or not placed(reduced, Place.LOOP):
             return []
-        return [leaf for leaf in placed(reduced, Place.LANES) if leaf.step == 1]
+        return [leaf for leaf in placed(reduced, Place.LANES) if leaf != self.lanes[-1]]
 
     def combines_in_turns(self, number: int) -> bool:
         """True if the placement has `combine(r, TURN)` for a reduction."""
-        return In(self.loops.names[number], Stage.TURN) in self.placement.directives
+        return self.loops.names[number] in self.in_turns
 
     def join_key(self, number: int) -> object:
         """Return what sums have in common that threads exchange at once; None of others."""
@@ -991,7 +1001,8 @@ class Emitter:
         return Tile(self.state(node.combine, value), lanes, is_block)
 
     def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
-        return frozenset(placed(self.depends[node.operand] | self.where.reduced_by(node), Place.LANES))
+        lanes = placed(self.depends[node.operand] | self.where.reduced_by(node), Place.LANES)
+        return frozenset(lanes) & {*self.lanes}
 
     def operand_is_block(self, number: int) -> bool:
         """True if a node's tile has dimensions although it depends on no lanes: a fold left them."""

@@ -21,10 +21,10 @@ from typing import cast
 
 import torch
 
-from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.values import PlacedNest, Tile
-from fusion_compiler.ir.loops import Load, Node, Reduce, with_operands
+from fusion_compiler.codegen.words import WordEmitter
+from fusion_compiler.ir.loops import Load, Reduce, with_operands
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, fm, tl
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.tile_products import (
@@ -38,25 +38,24 @@ from fusion_compiler.schedule.tile_products import (
 )
 
 
-class ProductEmitter(Emitter):
+class ProductEmitter(WordEmitter):
     """Emits a nest in which tensor cores may make sums of products.
 
     products: these sums, with their factors.
-    streamed: the loads of matrices that a loop reads once, unlike their vectors.
     factors: by the node of its load, each factor whose numbers bfloat16 holds, with its axes.
     flat: the matrices whose tiles have no other dimensions.
+    replicated, call: the results of a function that each program calls (`codegen.replicated`), and its call.
     """
 
     def __init__(self, nest: PlacedNest) -> None:
         super().__init__(nest)
         self.products = products_of(self.loops, self.placement, self.where)
-        self.streamed = set[Node]()
         self.factors: dict[int, tuple[int, Leaf, Leaf]] = {}
+        self.replicated: Mapping[int, Var] = {}
+        self.call: Expression | None = None
         self.rests: dict[object, Var] = {}  # by product, the sums of what bfloat16 leaves out
         self.flat = frozenset(of.matrix for of in self.products.values() if not self._is_reduced(of.matrix))
-        for number, of in self.products.items():
-            if self._loops_over(number):
-                self.streamed.add(self.loops.nodes[source(self.loops, of.matrix)])
+        for of in self.products.values():
             for factor, side in ((of.matrix, of.rows), (of.vectors, of.few)):
                 if self._load(factor) is not None:
                     self.factors[source(self.loops, factor)] = factor, side, of.terms
@@ -143,6 +142,12 @@ class ProductEmitter(Emitter):
         lanes = frozenset({of.rows, of.few})
         return Tile(self.let("product", tl.reshape(value, self.shape(lanes)), number), lanes, True)
 
+    def load_first(self) -> None:
+        super().load_first()
+        if self.call is not None:
+            self.add(Assign(tuple(self.replicated.values()), self.call))
+            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.replicated.items()}
+
     # -- factors -------------------------------------------------------------------------------------------
 
     def load_whole(self, number: int) -> None:
@@ -160,11 +165,6 @@ class ProductEmitter(Emitter):
     def _dimensions(self, side: Leaf, terms: Leaf) -> tuple[Leaf, Leaf]:
         """Return the dimensions of a factor's tile, in the order of all dimensions."""
         return (side, terms) if side.order < terms.order else (terms, side)
-
-    def options(self, node: Load) -> Mapping[str, Expression]:
-        if node not in self.streamed:
-            return super().options(node)
-        return {**self.load_options, "eviction_policy": Literal("evict_first")}
 
     def factor(self, number: int, side: Leaf, terms: Leaf) -> Expression:
         """Return a factor's tile [side, terms], zero where no term is. What bfloat16 holds stays as it is.

@@ -55,8 +55,6 @@ class RowTiles(Emitter):
         self.shared = next((leaf for leaf in self.where.grid if leaf.place is Place.SHARED), None)
         self.sums: dict[int, Tile] = {}  # over rows: their accumulators
         self.pending: list[int] = []  # sums over rows to which the open block is not added yet
-        self.replicated: Mapping[int, Var] = {}  # results of a function (`codegen.replicated`), and its call
-        self.call: Expression | None = None
         self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
         self.true = frozenset[int]()  # conditions that hold in the open block
         self.in_one_row = False  # values of a row are scalars, whatever tiles are
@@ -65,7 +63,6 @@ class RowTiles(Emitter):
         self.is_last_pass = True
         self.is_whole = False  # the open block lies within the row
         self.rest = 0  # columns of the last block
-        self.by_words: Mapping[Load, int] = {}  # load -> the elements that a thread loads together
         self.hidden: Leaf | None = None  # the innermost lanes of all blocks but the last, which is open
 
     def lanes_of_state(self, node: Reduce) -> frozenset[Leaf]:
@@ -77,8 +74,7 @@ class RowTiles(Emitter):
     def adds_blocks(self, node: Reduce) -> bool:
         """True if the sum of each block is added to an accumulator without lanes for rows."""
         is_over_rows = bool(node.axes - self.columns)
-        has_many = any(self.reduction(n) == node for n in self.a.weighted_columns)
-        return is_over_rows and (self.shared is not None or has_many)
+        return is_over_rows and self.shared is not None
 
     def lanes_of(self, number: int) -> frozenset[Leaf]:
         """Return the lanes that a node's tile has in the open block."""
@@ -115,13 +111,6 @@ class RowTiles(Emitter):
         policy = Literal("evict_first" if self.is_last_pass else "evict_last")
         return {**self.load_options, "eviction_policy": policy}
 
-    def place_of(self, node: Load) -> Tile:
-        place = super().place_of(node)
-        if node not in self.by_words:
-            return place
-        runs = [1] * (len(self.lanes) - 1) + [self.by_words[node]]
-        return replace(place, value=tl.max_contiguous(place.value, runs))
-
     def compute(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self.tile(number)
@@ -138,8 +127,6 @@ class RowTiles(Emitter):
 
     def operands(self, number: int) -> Iterable[int]:
         """Return the nodes that are computed before a node."""
-        if number in self.replicated:
-            return ()
         if number in self.a.invariants:  # a loop over a ragged axis computes the rest
             return self.a.invariants[number]
         floats = floats_of(self.loops, number)

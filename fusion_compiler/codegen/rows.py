@@ -8,14 +8,13 @@ the second stage (`codegen.second_stages`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from fusion_compiler.codegen import monoids
-from fusion_compiler.codegen.by_words import by_words
 from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
 from fusion_compiler.codegen.moments import is_exact, operands, scale_of
@@ -58,7 +57,6 @@ class RowEmitter(RowTiles):
         """Return the statements of the program with this number, and the grid. second: the stage that adds up
         the partial results of programs."""
         self.place_grid(number)
-        self.compute(second.loads if second is not None else ())
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
         rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
@@ -79,13 +77,6 @@ class RowEmitter(RowTiles):
             for n, partial in second.partials.items():
                 self.store_partial(n, replace(partial, leaves=leaves))
         return self.scopes[0].body, (product(leaf.extent for leaf in self.where.grid),)
-
-    def tile(self, number: int) -> Tile:
-        if number in self.replicated and self.call is not None and self.cached(number) is None:
-            with self.in_scope(0):
-                self.add(Assign(tuple(self.replicated.values()), self.call))
-            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.replicated.items()}
-        return super().tile(number)
 
     def add_block(self, level: int) -> None:
         """Add the open block to the sums over rows whose terms are complete after so many passes."""
@@ -111,7 +102,6 @@ class RowEmitter(RowTiles):
         needed = self.needed_by([*reads, *self.accumulated()])
         of_rows = (n for n in needed if not self.depends[n] & {*self.lanes[-1:]} and not self.a.level[n])
         first = sorted(of_rows) if self.placement.num_stages == 1 else ()
-        first = (*self.matrices(needed), *first)
         in_pairs = {n for pair in self.pairs.items() for n in pair}
         if in_pairs:  # Triton computes in the layout of the last load: others go through shared memory
             nodes = self.loops.nodes
@@ -121,15 +111,6 @@ class RowEmitter(RowTiles):
         self.partial_results(self.a.segmented)  # before the row's reductions: fewer tiles wait for those
         self.compute(sorted(needed))
         self.store_all(stores)
-
-    def matrices(self, needed: Iterable[int]) -> list[int]:
-        """Return the loads of the matrices of products, which earlier reductions would delay; all loads if
-        reductions are replicated."""
-        if not self.a.weighted and not self.a.products:
-            return []
-        nodes = self.loops.nodes
-        loads = (n for n in sorted(needed) if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
-        return [n for n in loads if self.a.replicated or self.is_full(n)]
 
     def passes(self, stores: Sequence[Store], loop: Leaf | None) -> None:
         """Emit one block of rows in passes over its columns. Each level of reductions that depend on each
@@ -147,7 +128,6 @@ class RowEmitter(RowTiles):
         for number in range(last + 1):
             self.is_last_pass = number == last
             states = self.states([n for n in reductions if level[n] == number + 1])
-            states = states if loop is None else by_words(self, states)
             writes = [s for s in full if complete[s] == number]
             partial = [n for n in self.a.segmented if level[n] == number + 1]
             if not states and not writes and not partial:
@@ -285,7 +265,7 @@ class RowEmitter(RowTiles):
             return self.reduced_ragged(number, node)
         if ROWS in self.a.reduced_groups(number):
             term = self.term(number, node)
-            is_joined = self.a.is_sum(number) and number not in self.a.products
+            is_joined = self.a.is_sum(number)
             join_key = ("rows", self.a.groups[node.operand]) if is_joined else None
             return self.folded(number, node, term or self.started(number), f"col_{node.combine}", join_key)
         moment, width = self.a.moments.get(number), self.a.size(COLS)

@@ -10,8 +10,8 @@ computes every node that waits for them. A second kernel runs it, or the last pr
 
 - If a sum over rows is one element wide, the last program runs the second stage. An atomic counter finds that
   program. With many programs the counter would take longer than a second kernel.
-- In a schedule with `Schedule.last_finishes`, the last program of each block of columns runs its part of the
-  row, with one counter per block.
+- In a placement with `combine(r, LAST)`, the last of the programs that share a reduction runs their part of
+  it, with a counter for the programs of each part.
 
 A norm of channels in groups needs the sums of each channel over all samples in addition to those along its
 rows, which are the groups of each sample. The kept axes of such a sum are neither rows nor columns of a tile.
@@ -40,9 +40,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     axes_in,
-    operands_of,
     renumber,
-    renumber_index,
     renumber_store,
     row_major,
     segment_of,
@@ -58,7 +56,7 @@ from fusion_compiler.schedule.analysis import (
     pieces_of,
     waiting,
 )
-from fusion_compiler.schedule.placement import At, Directive, Fuse, In, Leaf, Place, Placement
+from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
@@ -126,9 +124,8 @@ class RowStage:
     partials: the partial results, by sum.
     loops, schedule: the nest that adds them up and computes everything that depends on it.
     programs: how many share the sum.
-    counter: int32 [blocks of columns], counts finished programs if the last of them runs the nest; None for a
+    counter: int32 [1], counts finished programs if the last of them runs the nest; None for a
         second kernel.
-    loads: see `early_loads`; empty unless every program loads them.
     """
 
     partials: Mapping[int, Partial]
@@ -136,7 +133,6 @@ class RowStage:
     schedule: Schedule
     programs: int
     counter: Buffer | None
-    loads: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def scratch(self) -> tuple[Buffer, ...]:
@@ -226,45 +222,20 @@ def row_stage_of(
     is_row = analysis.ends_in_a_row
     part = Axis("row", programs, ROWS) if is_row else Axis("col", programs, COLS)  # the row of one number
     nest = _over_programs(loops, partials, part, columns if is_row else ())
-    last = schedule if schedule.last_finishes and is_row else None
     counter: Buffer | None = None
-    if last is not None or (not is_row and programs <= MOST_TICKETS):
-        ticket, counters = next(tickets), 1 if last is None else _col_blocks(analysis, last)
-        name = f"ticket_{ticket}" if ticket else "ticket"
-        counter = Buffer(name, (counters,), (1,), torch.int32, zeroed=True)
-    loads = {} if last is None or last.block_rows == 1 else early_loads(analysis, nest)
-    return RowStage(partials, nest, _row_schedule(nest, programs, last), programs, counter, loads)
+    if not is_row and programs <= MOST_TICKETS:
+        counter = _counter(next(tickets))
+    return RowStage(partials, nest, _row_schedule(nest, programs), programs, counter)
 
 
-def early_loads(analysis: Analysis, late: LoopNest) -> dict[int, int]:
-    """Return the second stage's loads that vary only along columns: number in the nest -> number in the
-    stage.
-
-    A program loads them (a bias, for example) while it waits for memory anyway, before it can know whether it
-    is the last. Then everything left comes from L2, which takes half as long as device memory.
-    """
-    shift = 1 - len(analysis.axes[ROWS])
-    axis_numbers = {i: i + shift for i, axis in enumerate(analysis.loops.axes) if axis.group == COLS}
-    places = {node: i for i, node in enumerate(late.nodes) if isinstance(node, Load)}
-    loads: dict[int, int] = {}
-    for i, node in enumerate(analysis.loops.nodes):
-        if isinstance(node, Load) and not operands_of(node) and analysis.groups[i] == frozenset({COLS}):
-            place = places.get(replace(node, index=renumber_index(node.index, {}, axis_numbers)))
-            loads |= {} if place is None else {i: place}
-    return loads
+def _counter(number: int, blocks: Dim = 1) -> Buffer:
+    """Return the counters of the programs that have finished, int32 [blocks]."""
+    return Buffer(f"ticket_{number}" if number else "ticket", (blocks,), (1,), torch.int32, zeroed=True)
 
 
-def _col_blocks(analysis: Analysis, schedule: Schedule) -> Dim:
-    """Return the number of blocks into which a schedule divides the columns."""
-    return ceil_div(analysis.size(COLS), schedule.block_cols) if schedule.cols is Cols.GRID else 1
-
-
-def _row_schedule(nest: LoopNest, programs: int, last: Schedule | None) -> Schedule:
-    """Return the schedule of the second stage. last: the schedule of the programs, if the last of a block
-    runs it."""
+def _row_schedule(nest: LoopNest, programs: int) -> Schedule:
+    """Return the schedule of the second stage."""
     height = padded(programs)
-    if last is not None:  # all partial results of the block at once
-        return Schedule(height, last.block_cols, Cols.GRID, num_warps=last.num_warps)
     rows = [a for a in nest.axes if a.group == ROWS]
     if not rows:
         return Schedule(1, height, Cols.WHOLE, num_warps=min(32, max(4, height // 512)))
@@ -286,9 +257,10 @@ def split_by_placement(
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
     kept: dict[int, Partial] = {}
+    of_each = placement.combined(place.Stage.EACH)
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
-        if shared:
+        if shared and loops.names[n] not in of_each:
             axes = sorted(analysis.node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
             programs = product(leaf.extent for leaf in shared)
             kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
@@ -302,14 +274,10 @@ def split_by_placement(
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
-    combined = [d for d in placement.directives if isinstance(d, In)]
-    finished = {d.reduction for d in combined if d.stage is place.Stage.LAST}
-    if len(nests) == 1 and finished >= {loops.names[n] for n in kept}:
+    if len(nests) == 1 and placement.combined(place.Stage.LAST) >= {loops.names[n] for n in kept}:
         shared = next(iter(kept.values())).leaves
         blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
-        ticket, counters = next(tickets), product(leaf.extent for leaf in blocks)
-        name = f"ticket_{ticket}" if ticket else "ticket"
-        counter = Buffer(name, (counters,), (1,), torch.int32, zeroed=True)
+        counter = _counter(next(tickets), product(leaf.extent for leaf in blocks))
         programs = product(leaf.extent for leaf in shared)
         last = LastStage(nests[0], _of_kept_axes(nests[0], placement), programs, blocks, counter)
         return Split(buffers, (), kept, stores, last)

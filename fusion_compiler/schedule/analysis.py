@@ -45,7 +45,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.schedule import replicated
+from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.schedule import WORD, Schedule
 
 aten = torch.ops.aten
@@ -54,7 +54,6 @@ aten = torch.ops.aten
 MOST_FACTORS = 16  # of a product that is taken apart
 HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
-FEW_SUMS = 2  # over rows: a program keeps a tile for each
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
@@ -81,8 +80,13 @@ class Analysis:
 
     @property
     def inner(self) -> bool:
-        """True if placements run the nest."""
+        """True if the nest has axes that only tiles have."""
         return any(axis.group == INNER for axis in self.loops.axes)
+
+    @cached_property
+    def products(self) -> Products | None:
+        """Return the products of few rows that the nest makes, and little else; None if it makes none."""
+        return Products.of(self.loops, {})
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """Return (the index with each contiguous group of axes as one axis, {that axis: its group}).
@@ -239,35 +243,6 @@ class Analysis:
         return tuple(i for i in along if i not in late)
 
     @cached_property
-    def weighted(self) -> frozenset[int]:
-        """Return the sums along the row that multiply a matrix by a vector, if rows are only reduced."""
-        if self.stores_rows or self.scans or self.invariants:
-            return frozenset()
-        return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i))
-
-    @cached_property
-    def products(self) -> frozenset[int]:
-        """Return the sums over rows that multiply a transposed matrix by a vector, unless `reads_rows`."""
-        if self.reads_rows or self.invariants:
-            return frozenset()
-        return frozenset(i for i in self.reductions if self.is_sum(i) and self._is_weighted(i, ROWS))
-
-    @cached_property
-    def weighted_columns(self) -> frozenset[int]:
-        """Return `products`, if there are too many for each to keep a tile; otherwise nothing."""
-        return self.products if len(self.products) > FEW_SUMS else frozenset()
-
-    def _is_weighted(self, number: int, along: str = COLS) -> bool:
-        (operand,) = operands_of(self.loops.nodes[number])
-        term = self.loops.nodes[operand]
-        if not isinstance(term, Compute) or term.target is not aten.mul.Tensor:
-            return False
-        factors = [self.groups[n] for n in operands_of(term)]
-        vector = frozenset({along})
-        is_along = self.reduced_groups(number) == vector
-        return is_along and sorted(map(len, factors)) == [1, 2] and vector in factors
-
-    @cached_property
     def reads_rows(self) -> bool:
         """True if a reduction or scan goes along the rows, rather than only over them."""
         return bool(self.scans) or any(COLS in self.reduced_groups(i) for i in self.reductions)
@@ -304,16 +279,9 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Return the reductions over rows, which are complete only when every program is done."""
-        apart = {*self.segmented, *self.replicated}
-        return tuple(i for i in self.reductions if ROWS in self.reduced_groups(i) and i not in apart)
-
-    @cached_property
-    def replicated(self) -> frozenset[int]:
-        """Return the reductions over rows that every program replicates, for the vectors of its products."""
-        size = self.size(ROWS)
-        if not self.products or not isinstance(size, int) or size > replicated.MOST_ROWS:
-            return frozenset()
-        return replicated.replicated_reductions(self.loops, self.groups, self.products)
+        return tuple(
+            i for i in self.reductions if ROWS in self.reduced_groups(i) and i not in self.segmented
+        )
 
     @cached_property
     def segmented(self) -> tuple[int, ...]:

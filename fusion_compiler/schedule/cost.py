@@ -20,13 +20,13 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
+from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of, with_operands
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.placement import In, Leaf, Place, Placement, Stage
+from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.tile_products import products_of
 from fusion_compiler.schedule.verifier import tile_sizes
-from fusion_compiler.schedule.work import BufferInfo, Vectors, Work, weights_of
+from fusion_compiler.schedule.work import BufferInfo, Work, weights_of
 
 # The second kernel of a segment sum: segments of one program, and partial results that it loads at once of
 # each.
@@ -40,6 +40,9 @@ LOOPED = 0.98  # looped rows: few programs run at once, but each has many loads 
 # Products whose terms programs share: 4 to 16 rows times 8192 x 2048 and 4096 x 4096 reach .24 to .54 on an
 # H200.
 TURNED = 0.45
+# The same by threads: one row times 2048 x 8192, 8192 x 2048 and 4096 x 4096 takes 12.1 to 12.5 us, where a
+# copy takes 7.9.
+TURNED_BY_THREADS = 0.75
 SHARED = 0.9  # rows shared by programs that wait for each other
 WAITING, ENOUGH_WAITING = 0.5, 4  # STALL of these, and the resident programs that reach the full share
 STAGED = 0.98  # persistent programs with pipelined loads (norm backward)
@@ -107,15 +110,6 @@ class Run:
     unused: float = 0.0
 
 
-def _vectors(vectors: Vectors, blocks: int, device: DeviceSpec) -> tuple[float, float]:
-    """Return microseconds of (arithmetic, L1 cache) for the vectors that a matrix is multiplied by. Each
-    block of the matrix's rows reads them from L1 and computes their derived values again."""
-    issued = FMA_SHARE * vectors.fp32 + vectors.special
-    arithmetic = max(issued / device.fp32_per_s, vectors.special / device.special_per_s)
-    l1 = vectors.bytes / (L1_BYTES * device.sms * device.clock)
-    return 1e6 * (blocks - 1) * arithmetic, 1e6 * (blocks - 1) * l1
-
-
 def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     _, rows, cols = work.shape
     if isinstance(s, Placement):
@@ -123,6 +117,14 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
         programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
         sizes = tile_sizes(work.loops, s)
         resident = _resident(work, s, max(sizes), device)
+        if _is_turned_product(work, s, leaves):
+            after, tile = _finish_us(work, s, leaves, device), max(sizes)
+            after += _replicated_us(work, s, programs, device)
+            if any(leaf.place is Place.LOOP for leaf in leaves):
+                share = _share_in_turn(s, tile, programs, device)
+            else:
+                share = 1.0 / _slowdown(s, tile, device, BLOCK_ELEMENTS, ENOUGH)
+            return Run(programs, TURNED_BY_THREADS * share, after_us=after)
         if _streams(work, leaves):
             after = _finish_us(work, s, leaves, device)
             share = (TURNED if after else LOOPED) / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS)
@@ -140,18 +142,13 @@ def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
     after = 0.0
     if work.reduced & 1 and groups > 1:  # partial results are written, and read by the second stage
         partial = 2 * work.row_bytes * groups * (cols if work.sums_of_columns else 1)
-        after = 1e6 * partial / device.l2_bandwidth + (
-            _last_us(work, s, groups, device) if s.last_finishes else device.floor_us
-        )
-    if work.replicated and work.sums_of_columns:
-        after += work.replicated * REPLICATED_US
-        after += 1e6 * programs * rows * work.row_operations / device.fp32_per_s
+        after = 1e6 * partial / device.l2_bandwidth + device.floor_us
     exchanges = max(1, work.phases - 1)
     passes = exchanges + bool(work.early & work.late)
     messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0
     if s.programs is not None and groups * s.block_rows < rows:
         narrow = s.cols is Cols.GRID and s.block_cols < cols
-        share = _share_in_turn(s, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
+        share = _share_in_turn(s, s.elements, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
         return Run(programs, share, after_us=after, messages=messages)
     if s.cols is Cols.GRID:
         share = 1.0 / _slowdown(s, s.elements, device, BLOCK_ELEMENTS, ENOUGH)
@@ -182,23 +179,44 @@ def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
     return any(leaf.place is Place.LOOP for leaf in leaves) or any(shared)
 
 
+def _is_turned_product(work: Work, s: Placement, leaves: Sequence[Leaf]) -> bool:
+    """True if threads multiply one vector, or each of a few, by a matrix whose neighbours in memory belong to
+    other results."""
+    has_units = any(isinstance(d, On) for d in s.directives)
+    return work.is_turned and not has_units and all(leaf.place is not Place.UNROLL for leaf in leaves)
+
+
+def _replicated_us(work: Work, s: Placement, programs: int, device: DeviceSpec) -> float:
+    """Return the time of reductions that each program makes by itself, and of what they reduce."""
+    names, loops = s.combined(Stage.EACH), work.loops
+    copies = [n for n, name in enumerate(loops.names) if name in names and isinstance(loops.nodes[n], Reduce)]
+    if not copies:
+        return 0.0
+    flops = 0
+    for number in with_operands(loops, copies):
+        if isinstance(node := loops.nodes[number], Compute):
+            flops += work.points(work.axes[number]) * sum(weights_of(node.target))
+    return len(copies) * REPLICATED_US + 1e6 * programs * flops / device.fp32_per_s
+
+
 def _finish_us(work: Work, s: Placement, leaves: Sequence[Leaf], device: DeviceSpec) -> float:
     """Return the time to store the partial results of the programs that share reductions, and to add them up
     in a second kernel or in the last programs."""
     grid, moved, of_block, last = [leaf for leaf in leaves if leaf.place is Place.GRID], 0, 0, True
+    finished, of_each = s.combined(Stage.LAST), s.combined(Stage.EACH)
     for number, node in enumerate(work.loops.nodes):
         shared = [leaf for leaf in grid if isinstance(node, Reduce) and leaf.members & node.axes]
-        if shared:
+        if shared and work.loops.names[number] not in of_each:
             size = work.row_bytes * work.points(work.axes[number])
             parts = prod(hint(leaf.extent, work.hints) for leaf in shared)
             blocks = prod(hint(leaf.extent, work.hints) for leaf in grid if leaf not in shared)
             moved, of_block = moved + 2 * size * parts, of_block + size * parts // max(1, blocks)
-            last = last and In(work.loops.names[number], Stage.LAST) in s.directives
+            last = last and work.loops.names[number] in finished
     if not moved:
         return 0.0
     after = LAST_US + 1e6 * of_block / (L1_BYTES * device.clock) if last else device.floor_us
-    # nothing in a program waits for what it shares
-    return 1e6 * moved / device.l2_bandwidth + after - device.dram_latency_us
+    waits = device.dram_latency_us if work.phases else 0.0  # nothing in a program waits for what it shares
+    return 1e6 * moved / device.l2_bandwidth + after - waits
 
 
 def _repetitions(work: Work, grid: Sequence[Leaf], axes: int) -> int:
@@ -239,22 +257,16 @@ def _loaded_again(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> int
     return max(0, moved - int(sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
 
 
-def _last_us(work: Work, s: Schedule, groups: int, device: DeviceSpec) -> float:
-    """Return the time of the last program of a block of columns, which reads the others' partial results."""
-    partial_bytes = groups * s.block_cols * work.row_bytes * work.sums_of_columns
-    return LAST_US + 1e6 * partial_bytes / (L1_BYTES * device.clock)
-
-
-def _share_in_turn(s: Schedule, programs: int, device: DeviceSpec) -> float:
-    """Return the share of the bandwidth of programs that process blocks in sequence."""
+def _share_in_turn(s: Schedule | Placement, elements: int, programs: int, device: DeviceSpec) -> float:
+    """Return the share of the bandwidth of programs that process blocks in sequence. elements: of a block."""
     resident = programs / device.sms
-    in_flight, most, half = resident * s.block_rows * s.block_cols, STAGED_FULL, STAGED_HALF
+    in_flight, most, half = resident * elements, STAGED_FULL, STAGED_HALF
     share = STAGED if s.num_stages > 1 else UNSTAGED
     if s.splits > 1:
         most, half = SHARED_FULL, SHARED_HALF
         share = STAGED_SHARED * min(1.0, (1 + SHARED_STALL / 2) * resident / (resident + SHARED_STALL))
     reached = min(1.0, (1 + half / most) * in_flight / (in_flight + half))
-    return share * reached / _slowdown(s, s.elements, device, TURN_ELEMENTS)
+    return share * reached / _slowdown(s, elements, device, TURN_ELEMENTS)
 
 
 def _slowdown(
@@ -313,7 +325,6 @@ class Roofline:
         self.reread_tensors = len(early)
         self.reread_bytes = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
-        self.vectors = work.vectors()
         self.segments_us = _segments_us(work, device)
 
     @property
@@ -355,8 +366,8 @@ class Roofline:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
     def _demands(self, schedule: Schedule | Placement, memory: float) -> tuple[float, float]:
-        """Return microseconds of (memory, arithmetic) under a schedule. They include the vectors that each
-        block of a product's rows reads and computes again, and exclude products on tensor units."""
+        """Return microseconds of (memory, arithmetic) under a schedule. They include what several programs
+        read and compute again beside their part of a matrix, and exclude products on tensor units."""
         if isinstance(schedule, Placement):
             loops, work = self.work.loops, self.work
             terms = [work.axes[o] for n in products_of(loops, schedule) for o in operands_of(loops.nodes[n])]
@@ -367,11 +378,7 @@ class Roofline:
                 again, l1 = _repeated_us(work, leaves, self.device)
                 return max(memory, l1), arithmetic + again
             return memory, arithmetic
-        if self.vectors is None:
-            return memory, self.arithmetic_us
-        blocks = ceil(self.work.count[1] / schedule.block_rows)
-        vector_arithmetic, l1 = _vectors(self.vectors, blocks, self.device)
-        return max(memory, l1), self.arithmetic_us + vector_arithmetic
+        return memory, self.arithmetic_us
 
     def _body_us(self, run: Run, memory: float, arithmetic: float) -> float:
         device = self.device

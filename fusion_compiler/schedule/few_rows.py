@@ -17,26 +17,13 @@ has too few rows to keep a device busy. Then programs share the terms as well:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-
-import sympy
 
 from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, product
-from fusion_compiler.ir.loops import (
-    INNER,
-    Load,
-    LoopNest,
-    Node,
-    Reduce,
-    axes_in,
-    axes_of,
-    operands_of,
-    with_operands,
-)
+from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.schedule.placement import (
     At,
     Directive,
@@ -49,9 +36,10 @@ from fusion_compiler.schedule.placement import (
     Stage,
     Unit,
 )
+from fusion_compiler.schedule.products import Products, is_over
 from fusion_compiler.schedule.schedule import WORD
-from fusion_compiler.schedule.shapes import are_apart, padded, warps_of
-from fusion_compiler.schedule.tile_products import SMALLEST, factors_of
+from fusion_compiler.schedule.shapes import WARP, padded, warps_of
+from fusion_compiler.schedule.tile_products import SMALLEST
 
 # Matrices side by side in a loop. Each has tiles in shared memory, and sixteen need more than there is. Six
 # of 8192 x 2048 took 27.6 us each, where a copy takes 7.8.
@@ -63,7 +51,9 @@ MOST_BY_THREADS = 4  # rows that threads multiply as fast as tensor cores do
 class Tile:
     """The tile of a program: rows of the matrix, and terms.
 
-    part: the terms of a program, where programs share them.
+    warps: of 32 threads. part: the terms of a program, where programs share them.
+    early: turns of the loop whose part of the matrix is loaded before the kernel waits for its predecessors.
+    in_turn: each turn of the loop adds up what a thread has of it.
     """
 
     rows: int
@@ -71,6 +61,8 @@ class Tile:
     warps: int
     stages: int = 1
     part: int | None = None
+    early: int = 0
+    in_turn: bool = False
 
 
 # Tiles for tensor cores, best first: measured on an H200, for matrices with so many rows that programs have
@@ -85,116 +77,33 @@ WAVES = 32  # rows of a matrix for each multiprocessor of which programs have se
 SUMS, WORDS = 64, 24
 WORD_COLS = 256  # terms: a word for each thread of a warp, so that no warp waits for another
 IN_FLIGHT = 24576  # elements of matrices that a multiprocessor must have in flight
+# (rows, terms, warps, elements): a thread loads so many elements of matrices before the kernel waits. The
+# registers for these, plus as many again for the rest, are about what multiprocessors have. The best within
+# recorded CUDA graphs, of eighteen that were tried.
+EARLY = (
+    (4, 2048, 8, 32),
+    (2, 2048, 4, 32),
+    (4, 2048, 4, 128),
+    (4, 512, 2, 128),
+    (2, 512, 1, 128),
+    (2, 1024, 2, 64),
+    (2, 256, 1, 64),
+    (8, 512, 2, 128),
+)
+# A row that is loaded whole before the kernel waits: elements of the row and of a warp.
+MOST_AT_ONCE, AT_ONCE = 16384, 1024
+FEW_SUMS = 2  # that threads hold beside a whole row
 # Turned matrices: (rows of a tile, which are whole sectors, programs for each multiprocessor).
 TURNED = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
 # Partial results that the last program of some rows adds up. A kernel costs 2 us, an atomic and the round
 # trip to L2 one, but then one program reads what a grid would read, at 64 bytes per cycle: half a us.
 MOST_PARTIALS = 16384
-TURNED_WORDS, MOST_WARPS = 8, 16  # words of a thread's tile, all of which it loads at once; warps
+UNDIVIDED = 4 * WORD, 2 * WORD  # rows of programs that have all terms: two or four words, whole sectors
+TURNED_WORDS = 8  # words of a thread's tile, all of which it loads at once
+MOST_WARPS = 16
+FEW_WARPS, TURN_WARPS = 8, 4  # of threads that multiply: warps with all terms, and warps that loop over them
 # The same for threads, which go through the terms in a loop and have one word of each.
 BY_THREADS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
-
-
-@dataclass(frozen=True)
-class Products:
-    """The products of a nest, which have the same axes.
-
-    sums: their numbers. matrices: those of their matrices.
-    few: the axes that only the factors with few rows have. wide: an axis that only the matrices have: the
-    one along which neighbours in memory lie, or the longest one. terms: the axes that the products reduce.
-    is_turned: neighbours in memory lie along `wide`, and not along `terms`.
-    sizes: the sizes of all axes, of which some are estimates.
-    """
-
-    sums: tuple[int, ...]
-    matrices: frozenset[int]
-    few: tuple[int, ...]
-    wide: int
-    terms: tuple[int, ...]
-    is_turned: bool
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Products | None:
-        """Return the products of a nest, or None if it has none of several rows, or reduces what they come
-        to over other axes than their rows, or multiplies a turned matrix by what waits for all of its terms:
-        programs share these."""
-        varies, sizes = axes_of(loops.nodes), [max(0, hint(axis.size, hints)) for axis in loops.axes]
-        is_static = [isinstance(axis.size, int) for axis in loops.axes]
-
-        def rank(axes: frozenset[int]) -> tuple[bool, bool, int]:
-            """Return a number that is the less, the likelier these are the axes of few rows. A number of rows
-            that is only known at run time has an upper bound, which the planner has checked."""
-            size, are_static = prod(sizes[k] for k in axes), all(is_static[k] for k in axes)
-            return not (are_static and size <= FEW_ROWS), are_static, size
-
-        matrices: dict[int, int] = {}
-        axes: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
-        for number, node in enumerate(loops.nodes):
-            factors = factors_of(loops, number)
-            if not isinstance(node, Reduce) or not factors:
-                continue
-            first, second = (varies[n] for n in factors)
-            few, wide = sorted((first - second, second - first), key=rank)
-            if node.axes <= first & second and wide:
-                matrices[number] = factors[0] if wide <= first else factors[1]
-                axes.add((few, wide, node.axes))
-        if len(axes) != 1:
-            return None
-        ((few, wide, terms),) = axes
-        if all(sizes[k] == 1 for k in few):
-            return None
-        for k in few:
-            sizes[k] = sizes[k] if is_static[k] else FEW_ROWS
-        if not axes_in(loops.axes, (INNER,)) <= few | terms:
-            return None
-        for node in loops.nodes:
-            late = not with_operands(loops, operands_of(node)).isdisjoint(matrices)
-            if isinstance(node, Reduce) and not node.axes <= (few if late else few | terms):
-                return None
-        loads = (loops.nodes[n] for n in with_operands(loops, matrices.values()))
-        steps = {term for node in loads if isinstance(node, Load) for term in node.index.terms}
-        adjacent = {k for k, step in steps if k >= 0 and step == 1 and sizes[k] != 1}
-        longest = max(wide, key=lambda k: (k in adjacent, sizes[k]))
-        is_turned = longest in adjacent and adjacent.isdisjoint(terms)
-        read = with_operands(loops, (o for n in matrices for o in operands_of(loops.nodes[n])))
-        if is_turned and any(_is_over(loops.nodes[n], terms) for n in read):
-            return None
-        return cls(
-            tuple(matrices),
-            frozenset(matrices.values()),
-            tuple(k for k in sorted(few) if sizes[k] != 1),
-            longest,
-            tuple(k for k in sorted(terms) if sizes[k] != 1),
-            is_turned,
-            tuple(sizes),
-        )
-
-    def size(self, axes: Iterable[int]) -> int:
-        return prod(self.sizes[k] for k in axes)
-
-    @property
-    def rows(self) -> int:
-        """Return the rows of all matrices."""
-        others = {*self.few, *self.terms}
-        return self.size(k for k in range(len(self.sizes)) if k not in others)
-
-    @property
-    def width(self) -> int:
-        """Return the terms of a product."""
-        return self.size(self.terms)
-
-
-def is_product(loops: LoopNest) -> bool:
-    """True if a nest multiplies few rows by a matrix. A filter is multiplied by windows, which overlap."""
-    products = Products.of(loops, {})
-    if products is None:
-        return False
-    loads = (node for node in loops.nodes if isinstance(node, Load))
-    return all(
-        are_apart((abs(hint(step)), products.sizes[k]) for k, step in load.index.terms if k >= 0)
-        for load in loads
-    )
 
 
 def placements(
@@ -204,18 +113,22 @@ def placements(
     bytes of an element, by buffer."""
     few, on_cores = products.size(products.few), list[Placement]()
     if few >= LEAST_SHARING and len(products.matrices) <= MOST_MATRICES:
-        tiles = _turned(products, device) if products.is_turned else _along(products, device)
+        of_all = _at_once(products, device, MOST_WARPS)
+        tiles = of_all if products.is_turned else _along(products, device)
         units = tuple(On(loops.names[n], Unit.TENSOR_CORE) for n in products.sums)
-        on_cores = [_placement(loops, products, tile, Place.LANES, units, device) for tile in tiles]
+        on_cores = [placed_tile(loops, products, tile, Place.LANES, units, device) for tile in tiles]
         on_cores += [replace(p, early=1) for p in on_cores if p.num_stages > 1]
     if products.is_turned:
         tiles = _turned_by_threads(products, device)
     else:
-        itemsize = min(itemsizes[node.buffer] for node in loops.nodes if isinstance(node, Load))
-        sums, matrices = len(products.sums) * few, len(products.matrices)
-        tiles = by_threads(products.rows, products.width, matrices, sums, itemsize, device)
-    by_turn = tuple(In(loops.names[n], Stage.TURN) for n in products.sums)
-    threads = [_placement(loops, products, tile, Place.UNROLL, by_turn, device) for tile in tiles]
+        loads = (node for node in loops.nodes if isinstance(node, Load))
+        itemsize = min(itemsizes[load.buffer] for load in loads if len(load.index.terms) > 1)
+        tiles = _along_by_threads(loops, products, itemsize, device)
+    by_turn = tuple(In(name, Stage.TURN) for name in _shared_reductions(loops, products))
+    threads = [
+        placed_tile(loops, products, tile, Place.UNROLL, by_turn if tile.in_turn else (), device)
+        for tile in tiles
+    ]
     if few > MOST_BY_THREADS:
         yield from (*on_cores, *threads)
         return
@@ -223,8 +136,10 @@ def placements(
         yield from (placement for placement in pair if placement is not None)
 
 
-def _is_over(node: Node, axes: Iterable[int]) -> bool:
-    return isinstance(node, Reduce) and not node.axes.isdisjoint(axes)
+def _shared_reductions(loops: LoopNest, products: Products) -> tuple[str, ...]:
+    """Return the names of the reductions over terms, but those that each program makes by itself."""
+    over = (n for n, node in zip(loops.names, loops.nodes, strict=True) if is_over(node, products.terms))
+    return tuple(name for name in dict.fromkeys(over) if name not in products.replicated)
 
 
 def _along(products: Products, device: DeviceSpec) -> Iterator[Tile]:
@@ -236,35 +151,71 @@ def _along(products: Products, device: DeviceSpec) -> Iterator[Tile]:
             yield replace(tile, terms=min(tile.terms, width))
 
 
-def _turned(products: Products, device: DeviceSpec) -> Iterator[Tile]:
-    """Yield tiles for tensor cores of a turned matrix. Programs load all of their terms at once."""
-    rows, width = max(1, products.rows), max(1, products.width)
+def _at_once(products: Products, device: DeviceSpec, most_warps: int = FEW_WARPS) -> list[Tile]:
+    """Return tiles of a turned matrix whose programs load all of their terms at once."""
+    tiles = list[Tile]()
+    for tall, groups in _shares(products, device):
+        terms, warp = padded(-(-products.width // groups)), _elements_of_warp(tall)
+        if terms * tall <= most_warps * warp:
+            tiles.append(Tile(tall, terms, max(1, terms * tall // warp), part=terms))
+    return tiles
+
+
+def _staged(products: Products, device: DeviceSpec) -> list[Tile]:
+    """Return tiles of a turned matrix whose programs go through their terms in a loop, which does not load
+    before it starts: the matrix does not arrive while the previous kernel ends."""
+    tiles = list[Tile]()
+    for tall, groups in _shares(products, device):
+        terms = max(1, TURN_WARPS * _elements_of_warp(tall) // tall)
+        part = terms * -(-products.width // (groups * terms))
+        tiles.append(Tile(tall, terms, TURN_WARPS, stages=3, part=part))
+    return tiles
+
+
+def _shares(products: Products, device: DeviceSpec) -> Iterator[tuple[int, int]]:
+    """Yield the rows of a tile, which are whole sectors, and the programs that share their terms."""
     for tall, share in TURNED:
-        tall = min(tall, padded(rows))
-        groups = max(1, min(share * device.sms // -(-rows // tall), width // SMALLEST))
-        terms, warp = padded(-(-width // groups)), device.warp_size * min(WORD * TURNED_WORDS, tall // 2)
-        if terms * tall <= MOST_WARPS * warp:
-            yield Tile(tall, terms, max(1, terms * tall // warp), part=terms)
+        tall = min(tall, padded(max(1, products.rows)))
+        blocks = -(-max(1, products.rows) // tall)
+        yield tall, max(1, min(share * device.sms // blocks, products.width // SMALLEST))
+
+
+def _elements_of_warp(tall: int) -> int:
+    """Return the elements of a tile for each warp of 32 threads.
+
+    A row of the tile has two threads or more: with fewer, Triton gives each thread rows of its own, as it
+    loads a vector, and moves the matrix there through shared memory.
+    """
+    return WARP * min(WORD * TURNED_WORDS, max(1, tall // 2))
 
 
 def _turned_by_threads(products: Products, device: DeviceSpec) -> Iterator[Tile]:
     """Yield tiles for threads of a turned matrix."""
-    rows, width = max(1, products.rows), max(1, products.width)
+    rows, width, few = max(1, products.rows), max(1, products.width), products.size(products.few)
+    if few * len(products.sums) <= FEW_SUMS:
+        yield from _at_once(products, device) or _staged(products, device)
+        for tall in UNDIVIDED:
+            terms, warps = padded(width), padded(width) * tall // (WARP * WORD * TURNED_WORDS)
+            if 1 <= warps <= MOST_WARPS:
+                yield Tile(tall, terms, warps)
+            elif warps > MOST_WARPS:
+                looped = Tile(tall, terms * MOST_WARPS // warps, MOST_WARPS, stages=3)
+                yield from (looped, replace(looped, early=1))
+        return
     for terms, tall, warps, share in BY_THREADS:
         tall = min(tall, padded(rows))
         groups = max(1, min(share * device.sms // -(-rows // tall), -(-width // terms)))
-        yield Tile(tall, terms, warps, stages=3, part=terms * -(-width // (groups * terms)))
+        part = terms * -(-width // (groups * terms))
+        yield Tile(tall, terms, warps, stages=3, part=part, in_turn=True)
 
 
-def by_threads(
-    rows: int, width: int, matrices: int, sums: int, itemsize: int, device: DeviceSpec
-) -> list[Tile]:
-    """Return tiles for threads: the fewer rows matrices have, the more of each is in flight.
-
-    rows: of all matrices together. width: the terms of a sum. sums: of a row. itemsize: the bytes of a
-    matrix' elements.
-    """
-    rows, width = max(1, rows), padded(width)
+def _along_by_threads(
+    loops: LoopNest, products: Products, itemsize: int, device: DeviceSpec
+) -> Iterator[Tile]:
+    """Yield tiles for threads of a matrix whose neighbours are terms of one sum: the fewer rows it has, the
+    more of it is in flight. itemsize: the bytes of its elements."""
+    few, matrices = products.size(products.few), len(products.matrices)
+    rows, width, sums = max(1, products.rows), padded(products.width), len(products.sums) * few
     most = min(8, SUMS // sums, WORDS // matrices)
     tallest = next(n for n in (8, 4, 2, 1) if n <= max(1, most))
     warp = WORD_COLS * (2 if itemsize == 1 else 1)  # a word has twice as many elements of one byte
@@ -272,12 +223,34 @@ def by_threads(
     terms = max(warp, min(needed, width, 8 * warp))
     tall = max(1, min(tallest, 4, padded(rows // device.sms)))
     other = terms // 4 if terms > 2 * warp else 2 * terms
-    least = min(terms, other)
-    tiles = ((tall, terms), (max(1, tall // 2), terms), (tall, other), (tallest, least), (1, terms))
-    return [Tile(r, c, c // warp) for r, c in dict.fromkeys(tiles) if c <= max(width, warp)]
+    shapes = ((tall, terms), (max(1, tall // 2), terms), (tall, other))
+    shapes = (*shapes, (tallest, min(terms, other)), (1, terms))
+    tiles = [Tile(r, c, c // warp, in_turn=True) for r, c in dict.fromkeys(shapes) if c <= max(width, warp)]
+    if few >= LEAST_SHARING:
+        yield from tiles
+        return
+    rest = (node for n, node in enumerate(loops.nodes) if n not in products.sums)
+    if any(is_over(node, products.terms) for node in rest):
+        if width <= 8 * warp:  # of what the vectors are made
+            whole = Tile(max(1, tall // 2), width, max(1, width // warp), in_turn=True)
+            tiles.insert(int(terms < width), whole)
+    elif terms < width <= MOST_AT_ONCE and sums <= FEW_SUMS:
+        tiles.insert(1, Tile(1, width, max(1, width // AT_ONCE), in_turn=True))
+    if 2 * rows <= device.sms and 2 * terms < width:  # programs share the few rows of a matrix
+        groups = min(device.sms // rows, width // terms)
+        part = terms * -(-width // (groups * terms))
+        tiles.insert(0, Tile(1, terms, max(1, terms // warp), part=part, in_turn=True))
+    yield from dict.fromkeys(tiles)
+    for height, wide, warps, elements in EARLY:
+        block = min(wide, width)
+        height, warps = min(height, 2 * tall, tallest), max(1, warps * block // wide)
+        in_turn = max(1, height * block * matrices // (WARP * warps))
+        tile = Tile(height, block, warps, in_turn=True)
+        if block < width or tile not in tiles:
+            yield replace(tile, early=max(1, elements // in_turn))
 
 
-def _placement(
+def placed_tile(
     loops: LoopNest,
     products: Products,
     tile: Tile,
@@ -307,14 +280,16 @@ def _placement(
 
     used = {products.wide, *products.few, *products.terms}
     grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
-    name, size = one(products.few, "few")
-    most = min(FEW_ROWS, padded(size)) if isinstance(size, int) else FEW_ROWS
-    lanes.append((0, At(cut(name, size, most, grid, Place.GRID), few)))
+    if products.few:
+        name, size = one(products.few, "few")
+        most = min(FEW_ROWS, padded(size)) if isinstance(size, int) else FEW_ROWS
+        lanes.append((0, At(cut(name, size, most, grid, Place.GRID), few)))
     wide = loops.axes[products.wide]
     if tile.rows == 1:
         grid.append(At(wide.name, Place.GRID))
     else:
         lanes.append((2, At(cut(wide.name, wide.size, tile.rows, grid, Place.GRID), Place.LANES)))
+    each = tuple(In(name, Stage.EACH) for name in sorted(products.replicated))
     last: tuple[Directive, ...] = ()
     if products.terms:
         name, size = one(products.terms, "terms")
@@ -322,15 +297,13 @@ def _placement(
             name, size = cut(name, size, tile.part, grid, Place.GRID), tile.part
             parts = -(-products.width // tile.part) * len(products.sums) * products.size(products.few)
             if padded(parts) * tile.rows <= MOST_PARTIALS:
-                shared = (n for n, node in enumerate(loops.nodes) if _is_over(node, products.terms))
-                last = tuple(In(loops.names[n], Stage.LAST) for n in shared)
+                last = tuple(In(name, Stage.LAST) for name in _shared_reductions(loops, products))
         inner = cut(name, size, tile.terms, loop, Place.LOOP)
-        if few is Place.UNROLL and loop and not products.is_turned:  # a thread has a word of neighbours
-            words = list[Directive]()
-            inner = cut(inner, tile.terms, WORD, words, Place.LANES)
-            lanes += [(3, word) for word in words]
         lanes.append((1 if products.is_turned else 3, At(inner, Place.LANES)))
     placed = (directive for _, directive in sorted(lanes, key=lambda lane: lane[0]))
     return Placement(
-        (*fuses, *cuts, *grid, *loop, *placed, *last, *units), warps_of(tile.warps, device), tile.stages
+        (*fuses, *cuts, *grid, *loop, *placed, *each, *last, *units),
+        warps_of(max(tile.warps, products.least_warps), device),
+        tile.stages,
+        early=tile.early,
     )

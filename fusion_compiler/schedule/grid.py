@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.schedule import inner_reduction, looped, misaligned
+from fusion_compiler.schedule import inner_reduction, looped, misaligned, tiles
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.registers import tile_registers
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -33,7 +33,7 @@ def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Return every combination of extents, warps, programs and stages that `a` allows, unordered; none if
     placements run the nest."""
     schedules: dict[Schedule, None] = {}
-    if a.inner:
+    if tiles.runs(a):
         return ()
     width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width, device):

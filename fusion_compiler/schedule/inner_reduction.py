@@ -3,9 +3,6 @@
 A shape is (rows, columns, warps) or (rows, columns, warps, programs per multiprocessor). -n rows mean as many
 as have n elements together. Zero columns mean the whole row; else the program loops over blocks of so many
 columns. With a number of programs, these loop over the rows and prefetch the next ones.
-
-A matrix multiplied by few vectors is a nest of rows that are only reduced. A program's loads of the vectors
-serve all of its rows. Each of its threads has one word of every row and adds up the word's terms at once.
 """
 
 from __future__ import annotations
@@ -15,10 +12,9 @@ from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, ROWS, TILE, Load, axes_in
+from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
-from fusion_compiler.schedule.few_rows import by_threads
 from fusion_compiler.schedule.measured import Shape
 from fusion_compiler.schedule.row_widths import ALONE
 from fusion_compiler.schedule.schedule import Cols, Schedule
@@ -26,22 +22,6 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # warps that a multiprocessor holds
 TALLEST = 2048  # columns of a tile of several rows that are adjacent in memory
-# A row that is loaded whole before the kernel waits for its predecessor: elements of the row and of a warp.
-MOST_AT_ONCE, AT_ONCE = 16384, 1024
-# (rows, columns, warps, elements): a thread loads so many elements of matrices before the kernel waits. The
-# registers for these, plus as many again for the rest, are about what multiprocessors have. The best within
-# recorded CUDA graphs, of eighteen that were tried.
-EARLY = (
-    (4, 2048, 8, 32),
-    (2, 2048, 4, 32),
-    (4, 2048, 4, 128),
-    (4, 512, 2, 128),
-    (2, 512, 1, 128),
-    (2, 1024, 2, 64),
-    (2, 256, 1, 64),
-    (8, 512, 2, 128),
-)
-FEW_VECTORS = 2  # that threads hold beside a whole row
 MOST_PARTIALS = 16384  # partial results of a sum over rows, all of which one program reads at the end
 
 
@@ -51,21 +31,17 @@ def suits(a: Analysis) -> bool:
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     width = a.size(COLS)
-    if not isinstance(width, int) or (width > ALONE and not a.weighted):
+    if not isinstance(width, int) or width > ALONE:
         return f"rows of {width} columns do not fit in registers ({ALONE})"
     unknown = bool(a.across_rows) and not isinstance(a.size(ROWS), int)
     return "an unknown number of wide rows is summed" if unknown else None
 
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    if not a.weighted:
-        return from_shapes(a, device, table.shapes("inner_reduction", a, device.target))
-    return tuple(_products(a, device))
+    return from_shapes(a, device, table.shapes("inner_reduction", a, device.target))
 
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    if a.weighted:
-        return tuple(s for s in measured(a, device) if not s.early)  # the others do the same work
     block = padded(hint(a.size(COLS)))
     shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
     if a.tall and block <= TALLEST:
@@ -74,40 +50,7 @@ def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
-    return () if a.weighted else from_shapes(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
-
-
-def _products(a: Analysis, device: DeviceSpec) -> Iterator[Schedule]:
-    """Yield schedules of products by a formula: the fewer rows a matrix has, the more of each is in
-    flight."""
-    count, width = max(1, hint(a.size(ROWS))), padded(hint(a.size(COLS)))
-    matrices, sums = max(1, _matrices(a)), len(a.weighted)
-    bytes_each = (n.dtype.itemsize for n in a.loops.nodes if isinstance(n, Load) and len(n.index.terms) > 1)
-    tiles = by_threads(count, width, matrices, sums, min(bytes_each), device)
-    shapes: list[Shape] = [(tile.rows, tile.terms, tile.warps) for tile in tiles]
-    rows, cols, tallest = tiles[0].rows, tiles[0].terms, max(tile.rows for tile in tiles)
-    warp = cols // tiles[0].warps
-    if len(a.sums_along) > len(a.weighted) and width <= 8 * warp:  # of what the vectors are made
-        shapes.insert(int(cols < width), (max(1, rows // 2), 0, max(1, width // warp)))
-    elif cols < width <= MOST_AT_ONCE and sums <= FEW_VECTORS:
-        shapes.insert(1, (1, width, max(1, width // AT_ONCE)))
-    schedules = from_shapes(a, device, tuple(dict.fromkeys(shapes)))
-    yield from schedules
-    for tall, wide, warps, elements in EARLY:
-        block = min(wide, width)
-        height, warps = min(tall, 2 * rows, tallest), max(1, warps * block // wide)
-        elements_per_iteration = max(1, height * block * matrices // (device.warp_size * warps))
-        for s in from_shapes(a, device, ((height, block, warps),)):
-            if block < width or s not in schedules:
-                yield replace(s, early=max(1, elements // elements_per_iteration))
-
-
-def _matrices(a: Analysis) -> int:
-    """Return how many matrices a program reads side by side, such as those that rows choose from one
-    tensor."""
-    loads = (n for n in a.loops.nodes if isinstance(n, Load))
-    full = (n for n in loads if len(n.index.terms) >= len(axes_in(a.loops.axes, TILE)))
-    return len({(n.buffer, *(k for k, _ in n.index.terms if k < 0)) for n in full})
+    return from_shapes(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
 
 
 def _tiles(block: int) -> Iterator[Shape]:

@@ -33,7 +33,7 @@ def fits(a: Analysis) -> bool:
     width = a.size(COLS)
     if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented:
         return False
-    if not a.axes[ROWS] or a.weighted or a.products:
+    if not a.axes[ROWS]:
         return False
     drawn = any(isinstance(n, Random) and COLS in a.groups[i] for i, n in enumerate(a.loops.nodes))
     accesses = [n for n in a.loops.nodes if isinstance(n, Load)]
@@ -106,6 +106,6 @@ def with_misaligned(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Sched
         return schedules
     # moving single elements takes more registers
     plain = tuple(replace(s, registers=None) for s in schedules)
-    candidates = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST and not s.early)
+    candidates = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST)
     forms = sorted(dict.fromkeys(s for s in candidates if s is not None), key=lambda s: s.programs is None)
     return (plain[0], *forms, *plain[1:])

@@ -28,7 +28,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     store_operands,
 )
-from fusion_compiler.schedule.placement import Align, Leaf, Place, Placement
+from fusion_compiler.schedule.placement import Align, Leaf, Place, Placement, Stage
 
 NOWHERE = frozenset[Leaf]()
 INDEXED = (Load, Coordinate, InRange, Random)  # nodes that depend on what their index varies over
@@ -93,15 +93,15 @@ class PlacedAxes:
         )
         of_members = {member: self._leaves_of_member(member) for member in self.fused}
         self = replace(self, leaves={**self.leaves, **of_members})
-        depends: list[frozenset[Leaf]] = []
-        for node in loops.nodes:
+        depends, of_each = list[frozenset[Leaf]](), placement.combined(Stage.EACH)
+        for node, name in zip(loops.nodes, loops.names, strict=True):
             read = NOWHERE.union(*(depends[o] for o in operands_of(node)))
             if isinstance(node, INDEXED):
                 read |= self.of_index(node.index)
             elif isinstance(node, Scan):
                 read |= self.of_axes(axes_in(loops.axes, (COLS,)))
             elif isinstance(node, Reduce):
-                read -= self.reduced_by(node)
+                read -= self.of_axes(node.axes) if name in of_each else self.reduced_by(node)
             depends.append(read)
         return replace(self, depends=tuple(depends))
 

@@ -11,8 +11,9 @@
     place(a, UNROLL)    the program's text is repeated for each element
     combine(r, LAST)    the last of the programs that share the reduction r to arrive combines their results,
                         instead of a second kernel
-    combine(r, TURN)    each turn of a loop over the reduction r reduces the neighbours that its lanes hold,
-                        instead of once behind the loop
+    combine(r, TURN)    each turn of a loop over the reduction r reduces what a thread loads in it, instead of
+                        once behind the loop
+    combine(r, EACH)    each program makes all of the reduction r, whose axes programs share, by itself
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
     access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
@@ -53,6 +54,7 @@ class Unit(StrEnum):
 class Stage(StrEnum):
     LAST = "LAST"
     TURN = "TURN"
+    EACH = "EACH"
 
 
 class Printed:
@@ -187,6 +189,10 @@ class Placement:
         """Return the buffers that are loaded through descriptors."""
         accesses = {d.buffer: d.access for d in self.directives if isinstance(d, Via)}
         return frozenset(buffer for buffer, access in accesses.items() if access is Access.DESCRIPTOR)
+
+    def combined(self, stage: Stage) -> frozenset[str]:
+        """Return the names of the reductions that are combined in some stage."""
+        return frozenset(d.reduction for d in self.directives if isinstance(d, In) and d.stage is stage)
 
     @property
     def misaligned(self) -> bool:

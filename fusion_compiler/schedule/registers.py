@@ -9,22 +9,18 @@ from fusion_compiler.schedule.schedule import Cols, Schedule
 # Registers of a thread for tiles. Addresses, masks and temporaries take the rest of the 255. Measured on the
 # golden kernels: those above the limit spill, the others do not.
 MOST = 200
-WORD_SUMS = 4  # least elements of a product's terms that a loop adds up at once
 
 
 def tile_registers(a: Analysis, s: Schedule) -> float:
     """Return the largest number of 32-bit registers of a thread that are live at the same time.
 
-    A loop over columns keeps a tile for each reduction of its pass (for products only a word's sums), and two
-    more.
+    A loop over columns keeps a tile for each reduction of its pass, and two more.
     """
     if s.cols is Cols.LOOP:
-        tiles = len(a.weighted) / WORD_SUMS if a.weighted else _reductions_in_a_pass(a)
-        return (tiles + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
+        return (_reductions_in_a_pass(a) + 2) * _registers(a, s, frozenset({ROWS, COLS}), 4)
     most = max((sum(_registers(a, s, g, size) for g, size in live.items()) for live in a.live), default=0.0)
-    sums = [i for i in a.across_rows if s.programs or i not in a.products]
     tile_groups = frozenset({ROWS, COLS})  # without a loop, the sums follow all loads
-    return most + sum(_registers(a, s, a.groups[i] if s.programs else tile_groups, 4) for i in sums)
+    return most + sum(_registers(a, s, a.groups[i] if s.programs else tile_groups, 4) for i in a.across_rows)
 
 
 def _registers(a: Analysis, s: Schedule, groups: frozenset[str], size: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
 from fusion_compiler.schedule.analysis import Analysis, part_cols, parts_of
-from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, In, Place, Placement, Split, Stage
+from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
@@ -38,9 +38,7 @@ def placement_of(a: Analysis, s: Schedule) -> Placement:
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
     last: list[Directive] = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
     others = [d for d in directives if not isinstance(d, At)]
-    if s.last_finishes:
-        last += [In(a.loops.names[number], Stage.LAST) for number in a.across_rows]
-    return Placement((*others, *grid, *last), s.num_warps, s.num_stages, s.registers, s.early)
+    return Placement((*others, *grid, *last), s.num_warps, s.num_stages, s.registers)
 
 
 def _rows(name: str, a: Analysis, s: Schedule) -> list[Directive]:

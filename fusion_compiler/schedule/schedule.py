@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 WORD = 8  # elements of two bytes in the widest access
 
@@ -28,9 +29,6 @@ class Schedule:
         from the word in which the row begins. 0 counts them from the row's first element. A block has one
         row, or several in a loop that programs share.
     registers: most registers of a thread, so that the intended number of programs runs at the same time.
-    last_finishes: the last of the programs that share the rows of a block of columns computes the second
-        stage, in the same launch. Otherwise a second kernel does if the result is a row.
-    early: iterations of a loop that are prefetched before the kernel waits for its predecessors.
     """
 
     block_rows: int
@@ -42,8 +40,7 @@ class Schedule:
     splits: int = 1
     word: int = 0
     registers: int | None = None
-    last_finishes: bool = False
-    early: int = 0
+    early: ClassVar[int] = 0  # what a `Placement` says besides
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
@@ -53,9 +50,7 @@ class Schedule:
         window = f" misaligned{by}" if self.misaligned else ""
         tile = f"{self.block_rows} x {self.block_cols} {self.cols}{window}{split}"
         limit = f", {self.registers} registers" if self.registers else ""
-        last = ", the last finishes" if self.last_finishes else ""
-        early = f", {self.early} early" if self.early else ""
-        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}{last}{early}"
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
 
     @property
     def elements(self) -> int:

@@ -55,7 +55,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no schedule runs a loop nest on a device, or None if some do."""
-    if a.inner:
+    if tiles.runs(a):
         if windowed.runs(a.loops):
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
         return tiles.refuses(a.loops)
@@ -76,7 +76,7 @@ def schedules(
     buffers: the known ones.
     """
     a = Analysis(loops)
-    if a.inner:
+    if tiles.runs(a):
         if windowed.runs(loops):
             return windowed.placements(loops, device, hints)
         roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
@@ -107,7 +107,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
     candidates: Iterable[Schedule | Placement]
-    if a.inner:
+    if tiles.runs(a):
         candidates = tiles.placements(a.loops, roofline, roofline.work.hints)[:TYPICAL]
     else:
         typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))

@@ -11,6 +11,7 @@ from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_o
 from fusion_compiler.schedule.analysis import Analysis, rounding_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.products import factors_of
 
 MUL = torch.ops.aten.mul.Tensor
 CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -54,16 +55,6 @@ class Terms:
         """Return the parts of the sums: one per term of the vectors, and at least one for the rest of the
         matrix."""
         return 4 if self.vectors > 2 else max(self.matrix, self.vectors)
-
-
-def factors_of(loops: LoopNest, number: int) -> tuple[int, ...]:
-    """Return the two factors of the terms that a reduction sums, or an empty tuple if it sums no products."""
-    node = loops.nodes[number]
-    if not isinstance(node, Reduce) or node.combine != "sum":
-        return ()
-    term = loops.nodes[node.operand]
-    factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
-    return factors if len(set(factors)) == 2 else ()
 
 
 def product_of(loops: LoopNest, number: int, where: PlacedAxes) -> Product | None:

@@ -31,9 +31,11 @@ from fusion_compiler.ir.loops import (
     axes_in,
 )
 from fusion_compiler.schedule import few_rows
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
+from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import are_apart, padded
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_exact_products
@@ -49,12 +51,17 @@ DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
+def runs(a: Analysis) -> bool:
+    """True if placements run a nest."""
+    return a.inner or a.products is not None
+
+
 def refuses(loops: LoopNest) -> str | None:
     """Return why no tile runs a nest, or None if one does."""
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
-    if few_rows.Products.of(loops, NO_HINTS) is not None:
+    if Products.of(loops, NO_HINTS) is not None:
         return None  # in a loop
     if _least(loops) > LARGEST_TILE:
         return f"a tile of {_least(loops)} elements is too large ({LARGEST_TILE})"
@@ -74,10 +81,12 @@ def placements(
         return ()
     itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
     dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
-    products = few_rows.Products.of(loops, hints)
+    products = Products.of(loops, hints)
     if products is not None:
         of_products = few_rows.placements(loops, products, itemsizes, roofline.device)
-        legal = (p for p in dict.fromkeys(of_products) if refusal(loops, p) is None)
+        legal = [p for p in dict.fromkeys(of_products) if refusal(loops, p) is None]
+        if products.is_turned and products.size(products.few) < LEAST_SHARING:
+            legal.sort(key=roofline.us)
         return with_exact_products(loops, tuple(legal), dtypes)
     legal = (
         placement

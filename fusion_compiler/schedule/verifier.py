@@ -12,12 +12,13 @@ from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Constant, Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.boxes import box_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes, elements
-from fusion_compiler.schedule.placement import On, Place, Placement
+from fusion_compiler.schedule.placement import On, Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP
 from fusion_compiler.schedule.tile_products import product_of, products_of
 
 MOST_COPIES = 256  # of one statement, that unrolled axes make
 DESCRIPTORS = 90  # the first compute capability that has tensor descriptors, times ten
+LEAST_WORD = 4  # elements that each turn of a loop adds up at once
 NO_BUFFERS: Mapping[str, Buffer] = {}
 
 
@@ -48,12 +49,14 @@ def refusal(
             if not any(product_of(loops, n, where) for n in numbers):
                 return f"{directive}: {directive.reduction} is no sum of products of two tiles"
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
+    of_each = placement.combined(Stage.EACH)
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
     for number, node in enumerate(loops.nodes):
         before = {axes: n for o in operands_of(node) for axes, n in waits[o].items()}
         if before and (isinstance(node, Reduce) or len(before) > 1):
             return f"{loops.names[number]} needs {loops.names[min(before.values())]}, which programs share"
-        shared = node.axes & on_grid if isinstance(node, Reduce) else frozenset[int]()
+        is_shared = isinstance(node, Reduce) and loops.names[number] not in of_each
+        shared = node.axes & on_grid if isinstance(node, Reduce) and is_shared else frozenset[int]()
         waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
     capability = re.fullmatch(r"sm_(\d+)", device.target) if device is not None else None
     for name in sorted(placement.descriptors):
@@ -107,11 +110,12 @@ def held_registers(loops: LoopNest, placement: Placement) -> float:
 
 def placed_registers(loops: LoopNest, placement: Placement) -> float:
     """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
-    where = PlacedAxes.of(loops, placement)
+    where, in_turns = PlacedAxes.of(loops, placement), placement.combined(Stage.TURN)
     threads, tiles = WARP * placement.num_warps, 0.0
     for number, node in enumerate(loops.nodes):
         if isinstance(node, Reduce):
             of_sum, of_result = where.depends[node.operand], where.depends[number]
             lanes = elements(of_sum | of_result, Place.LANES)
+            lanes /= LEAST_WORD if loops.names[number] in in_turns else 1
             tiles += elements(of_result, Place.UNROLL) * max(1.0, lanes / threads)
     return tiles + 2 * max(1.0, elements(where.lanes, Place.LANES) / threads)

@@ -36,9 +36,9 @@ from fusion_compiler.ir.loops import (
     axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule import few_rows
 from fusion_compiler.schedule.analysis import MOST_TURNS, operand_of
 from fusion_compiler.schedule.placement import At, Place, Placement, Split
+from fusion_compiler.schedule.products import is_product
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 from fusion_compiler.schedule.verifier import placed_registers, refusal
 from fusion_compiler.schedule.work import BufferInfo
@@ -140,7 +140,7 @@ def runs(loops: LoopNest) -> bool:
     stored = {k for store in loops.stores for k, _ in store.index.terms}
     reductions = (node for node in loops.nodes if isinstance(node, Reduce))
     is_single = bool(inner) and not inner & stored and all(node.axes == inner for node in reductions)
-    return is_single and not few_rows.is_product(loops) and windows_of(loops) is not None
+    return is_single and not is_product(loops) and windows_of(loops) is not None
 
 
 def _neighbours(

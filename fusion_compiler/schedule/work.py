@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 import sympy
@@ -41,6 +41,7 @@ from fusion_compiler.ir.loops import (
     reduced_groups,
     right_neighbours,
 )
+from fusion_compiler.schedule.products import Products
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
 MUL = torch.ops.aten.mul.Tensor
@@ -53,6 +54,7 @@ RIGHT_SHIFTS = (
     torch.ops.aten.bitwise_right_shift.Tensor,
     torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
 )
+
 BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {ROWS: 1, COLS: 2, RAGGED: 0}
 IN_TILES = {COLS: 0, INNER: 2, RAGGED: 0}  # of nests with inner axes, which count as columns
@@ -72,15 +74,6 @@ class BufferInfo:
     numel: Dim
     itemsize: int
     in_l2: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Vectors:
-    """Operations by class, and bytes, of the values that vary only along the columns."""
-
-    fp32: int
-    special: int
-    bytes: int
 
 
 @cache
@@ -123,11 +116,7 @@ class Work:
         self.reduced = 0  # groups that some node reduces
         self.partials = 0  # partial results of segment sums, which a second kernel adds up
         self.totals = self.addends = 0  # sums that it computes, and the most partial results of one sum
-        # replicated reductions: every program of a product computes them from the product's vectors
-        self.replicated = 0
-        self.row_operations = 0  # operations of one row on values without columns
         self.sums_of_columns = 0  # reductions over rows with one result per column
-        self.sums: list[int] = []  # operands of reductions along the rows
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # bytes of the widest element
         # tile loads that are reduced; those that a stored value needs after a reduction
@@ -162,6 +151,13 @@ class Work:
                 table = self.writes if written else self.reads
                 table[buffer] = table.get(buffer, 0.0) + min(moved, most)
 
+    @cached_property
+    def is_turned(self) -> bool:
+        """True if the nest multiplies few rows by a matrix whose neighbours in memory belong to other
+        results."""
+        products = Products.of(self.loops, self.hints)
+        return products is not None and products.is_turned
+
     def _compute(self, node: Compute) -> None:
         varies = axes = needs = phase = 0
         for _, operand in node.operands:
@@ -179,7 +175,6 @@ class Work:
         flops, special = weights_of(node.target)
         count = self.elements(varies, axes)
         dtype = node.dtype
-        self.row_operations += flops + special if varies == 1 else 0
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return
@@ -244,7 +239,6 @@ class Work:
             return self._reduce_segments(operand, kept)
         reduced = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= reduced
-        self.replicated += reduced == 1 and self.varies[operand] == 1
         self.sums_of_columns += reduced == 1 and self.varies[operand] & 2 != 0
         axes = self.axes[operand]
         self.fp32 += self.elements(self.varies[operand], axes)
@@ -256,35 +250,10 @@ class Work:
         axes &= ~sum(1 << axis for axis in node.axes)
         phase = self.phase[operand]
         if reduced & 2:
-            if reduced == 2:
-                self.sums.append(operand)
             phase += 1
             self.early |= self.needs[operand]
             self.phases = max(self.phases, phase)
         return self.varies[operand] & ~reduced, axes, 0, phase
-
-    def vectors(self) -> Vectors | None:
-        """Return the work on a product's vectors, repeated for each block of rows; None if no vector weights
-        the rows. See `Analysis.weighted`."""
-        if not any(map(self._is_weighted, self.sums)):
-            return None
-        flops = special = bytes_read = 0
-        for node, varies in zip(self.loops.nodes, self.varies, strict=True):
-            if varies == 2 and isinstance(node, Compute):
-                weights = weights_of(node.target)
-                flops, special = flops + weights[0], special + weights[1]
-            elif varies == 2 and isinstance(node, Load):
-                # one operation converts it
-                flops, bytes_read = flops + 1, bytes_read + self.buffers[node.buffer].itemsize
-        cols = self.count[2]
-        return Vectors(flops * cols, special * cols, bytes_read * cols)
-
-    def _is_weighted(self, number: int) -> bool:
-        term = self.loops.nodes[number]
-        if type(term) is not Compute or term.target is not MUL:
-            return False
-        factors = {self.varies[a.node] for _, a in term.operands if type(a) is Value}
-        return factors == {2, 3}
 
     def _scan(self, node: Scan) -> tuple[int, int, int, int]:
         """Count a scan: it adds a phase, as a reduction does, and varies over the columns."""

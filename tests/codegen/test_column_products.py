@@ -24,11 +24,14 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for
-from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.few_rows import Tile, placed_tile
+from fusion_compiler.schedule.placement import Place, Placement
+from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, wide
 
+ROW_LANES = ("row", "row.i", "row.i.i")  # the names of the lanes that have a matrix' rows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Function = Callable[..., Tensor]
 
@@ -66,7 +69,7 @@ def finished(fast: Compiled) -> list[str]:
 
 
 def finishes(s: Schedule | Placement) -> bool:
-    return s.last_finishes if isinstance(s, Schedule) else "LAST" in str(s)
+    return "LAST" in str(s)
 
 
 def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
@@ -104,10 +107,9 @@ def test_odd_sizes(rows: int, k: int, n: int) -> None:
         check(gelu_and_residual, operands(rows, k, n, dtype))
 
 
-def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
     """Those whose programs have all rows, and share none."""
-    whole = (s for s in schedules_of(loops, name, device) if s.programs in (None, 1))
-    return tuple(s for s in whole if s.block_rows >= 256)
+    return tuple(s for s in schedules_of(loops, name, device) if "place(row.o, GRID)" not in str(s))
 
 
 @pytest.mark.sample(20)
@@ -180,10 +182,10 @@ def test_every_schedule(rows: int) -> None:
     inputs, few = operands(rows, 300, 136, torch.bfloat16), operands(rows, 37, 19, torch.bfloat16)
 
     def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
-        found = schedules(loops, device)
-        whole = (s for s in found if isinstance(s, Schedule) and s.programs is None)
-        turns = (replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True) for s in whole)
-        return tuple(turns)[:3] or found[:3]
+        products = Products.of(loops, {})
+        assert products is not None
+        tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))
+        return tuple(placed_tile(loops, products, tile, Place.UNROLL, (), device) for tile in tiles)
 
     for choose, given in ((every, inputs), (looped, inputs), (cramped, few)):
         seen: set[str] = set()
@@ -275,8 +277,10 @@ def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None
     for shapes in ((1, 1024, 3072), (2, 1024, 1000), (1, 4096, 1024), (1, 4096, 16384), (1, 40, 8192)):
         plan = planned(product, shapes)
         for cluster in plan.clusters:
-            found = [s for s in schedules(cluster.loops, device) if s.block_rows < min(shapes[1], 1024)]
-            assert found and all(s.num_warps * device.warp_size >= 2 * s.block_rows for s in found)
+            found = [s for s in schedules(cluster.loops, device) if isinstance(s, Placement)]
+            rows = [next(x.lanes for x in s.leaves(cluster.loops.axes) if x.name in ROW_LANES) for s in found]
+            parts = [(s, n) for s, n in zip(found, rows, strict=True) if n < min(shapes[1], 1024)]
+            assert parts and all(s.num_warps * device.warp_size >= 2 * n for s, n in parts)
 
 
 # -- machine code ---------------------------------------------------------------------------------------
@@ -294,7 +298,7 @@ def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tup
     assert kernel.dependent and "LAST" in program.schedule
     assert "ticket_ptr" not in before.partition('"""')[2]
     assert "tl.atomic_add(ticket_ptr + col_o, 1)" in after
-    matrix = re.findall(r"tl\.load\((in\d+_ptr) \+ row \* \d+ \+ col\)", before)
+    matrix = re.findall(r"tl\.load\((in\d+_ptr) \+ row \* \d+ \+ col\b", before)
     assert len(matrix) == 1 and f"tl.load({matrix[0]}" not in after
     for target in ("sm_80", "sm_90", "sm_100"):
         assert not compile_for(kernel, target).spills, target

@@ -4,7 +4,6 @@ and values that are stored where they belong."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,7 +17,9 @@ import fusion_compiler as fc
 from fusion_compiler.codegen import emit
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.few_rows import Tile, placed_tile
+from fusion_compiler.schedule.placement import Place, Placement
+from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import not_as_close
@@ -157,13 +158,12 @@ def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         values.index_copy_(2, at, value)
         return query * 2
 
-    def shared(s: Schedule) -> Schedule:
-        return replace(s, block_rows=8, programs=3, num_stages=3, last_finishes=True)
-
     def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
-        found = schedules(loops, device)
-        rows = (s for s in found if isinstance(s, Schedule) and s.programs is None)
-        found = (*found, *[shared(s) for s in rows][:3])
+        products = Products.of(loops, {})
+        assert products is not None
+        tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))
+        shared = (placed_tile(loops, products, tile, Place.UNROLL, (), device) for tile in tiles)
+        found = (*schedules(loops, device), *shared)
         seen.append(len(found))
         return (found[number],)
 

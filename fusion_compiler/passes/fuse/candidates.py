@@ -34,7 +34,7 @@ from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.few_rows import Products
+from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.work import BufferInfo
 
 FUSIBLE = frozenset({

@@ -16,7 +16,7 @@ from fusion_compiler.ir.loops import COLS, INNER, ROWS, LoopNest, Reduce, Scan, 
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
-from fusion_compiler.schedule.few_rows import Products
+from fusion_compiler.schedule.products import Products
 
 MOST = 4  # clusters in one launch
 MOST_READY = 16  # of those that wait for nothing

@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.products import sums_of_products
 from fusion_compiler.schedule.space import refusal
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
     # People read once what each row of a product has, or each of the few elements beside a row.
-    alike = len(a.weighted or a.products)
+    alike = 0 if a.inner else len(sums_of_products(loops))
     most = MOST_OPS * max(1, min(alike or _beside_a_row(a), MOST_ALIKE))
     if len(loops.nodes) > most:
         return f"{len(loops.nodes)} operations are more than {most}"
@@ -80,6 +81,8 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     """Only stores may follow a sum over all rows; a program that went on would wait for every other. Nor may
     these need another reduction: the programs that add up the rows have a block of columns each."""
     loops, groups, late = a.loops, a.groups, a.after_rows
+    if a.products is not None:  # placements have a verifier of their own
+        return None
     for i in sorted(late):
         waits = any(o in late for o in operands_of(loops.nodes[i]))
         if waits and (isinstance(loops.nodes[i], Reduce | Scan) or ROWS in groups[i]):
@@ -98,7 +101,8 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
 def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
     """No sum over what products give: the next product makes it of a few kilobytes while it waits for its
     matrix, where the last program of this one would make it while nothing else runs."""
-    if a.weighted and a.across_rows:
+    sums = {} if a.inner or a.stores_rows or not a.reads_rows else sums_of_products(a.loops)
+    if any(ROWS not in a.reduced_groups(n) for n in sums) and a.across_rows:
         return f"{a.loops.names[a.across_rows[0]]} would wait for all rows of a product"
     return None
 
