@@ -27,8 +27,8 @@ MOST_ZERO = 1 << 20  # largest integer that is subtracted from them exactly
 
 @dataclass(frozen=True)
 class Bits:
-    """(x & mask) >> shift, where x is the node `source`. mask: None for all bits and the sign; not None in
-    `Floats`."""
+    """The value is (x & mask) >> shift, where x is the node `source`. mask: None for all bits and the sign;
+    not None in `Floats`."""
 
     source: int
     mask: int | None
@@ -37,7 +37,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Choice:
-    """where(condition, one, other)."""
+    """The value is where(condition, one, other)."""
 
     condition: int
     one: Bits | Choice
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Floats:
-    """Integers converted to floats, minus an integer. signed: they are whole bytes of int8."""
+    """The values are integers converted to floats, minus an integer. signed: they are whole bytes of int8."""
 
     source: Bits | Choice
     offset: int

@@ -82,7 +82,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Softmax:
-    """sum(exp(x - max(x))) and its maximum; the sum is rescaled whenever the maximum grows.
+    """Keep sum(exp(x - max(x))) and its maximum; the sum is rescaled whenever the maximum grows.
 
     Each lane has its own state if a thread has several of a block's elements for it and the row is read once.
     Then no thread waits for another until the loop ends, which makes long rows 1% to 6% faster. With a second

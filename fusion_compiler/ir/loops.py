@@ -71,7 +71,8 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Element `index` of `buffer` where node `within` (a bool; None means everywhere) is true, else 0."""
+    """A load is element `index` of `buffer` where node `within` is true, else 0. `within` is a bool; None
+    means everywhere."""
 
     buffer: str
     index: Index
@@ -123,8 +124,8 @@ class InRange:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`. If dtype is
-    uint32: the random word, whose upper 24 bits give the float."""
+    """The value is uniform float32 in [0, 1): lane index % 4 of Philox(seed, index // 4), stream `salt`. If
+    dtype is uint32: the random word, whose upper 24 bits give the float."""
 
     seed: int
     index: Index
@@ -151,7 +152,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """`target` applied to operands: (schema name, node number or Python scalar).
+    """The value is `target` applied to operands: (schema name, node number or Python scalar).
 
     bf16: eager rounds the result to bfloat16, so the table's bf16 expression is accurate enough.
     reproducible: every kernel must compute the same number (ir/reproducible.py): with the table's first

@@ -25,21 +25,21 @@ from fusion_compiler.ir.loops import (
 )
 
 
-def may_lie_over(nests: Iterable[LoopNest], result: str, given: str) -> bool:
-    """Whether the buffer `result` may have the memory of `given`, of one dtype and size, under any schedule
+def may_lie_over(nests: Iterable[LoopNest], result: str, source: str) -> bool:
+    """True if the buffer `result` may have the memory of `source`, of one dtype and size, under any schedule
     of the loop nests, which a kernel runs beside each other."""
-    using = [n for n in nests if _loads(n, given) or any(s.buffer == result for s in n.stores)]
-    return len(using) == 1 and all(law(using[0], result, given) for law in (_in_place, _read_first))
+    using = [n for n in nests if _loads(n, source) or any(s.buffer == result for s in n.stores)]
+    return len(using) == 1 and all(law(using[0], result, source) for law in (_in_place, _read_first))
 
 
 def _loads(loops: LoopNest, buffer: str) -> tuple[int, ...]:
     return tuple(i for i, n in enumerate(loops.nodes) if isinstance(n, Load) and n.buffer == buffer)
 
 
-def _in_place(loops: LoopNest, result: str, given: str) -> bool:
-    """Whether one program reads and writes each element, and no other does either."""
+def _in_place(loops: LoopNest, result: str, source: str) -> bool:
+    """True if one program reads and writes each element, and no other does either."""
     places = {s.index for s in loops.stores if s.buffer == result}
-    loads = [n for n in loops.nodes if isinstance(n, Load) and n.buffer == given]
+    loads = [n for n in loops.nodes if isinstance(n, Load) and n.buffer == source]
     wide = {k for k, axis in enumerate(loops.axes) if axis.size != 1}
     everywhere = all(s.within is None for s in loops.stores if s.buffer == result)
     return (
@@ -52,8 +52,8 @@ def _in_place(loops: LoopNest, result: str, given: str) -> bool:
     )
 
 
-def _read_first(loops: LoopNest, result: str, given: str) -> bool:
-    """Whether all that is made of the loaded elements themselves waits for no reduction that a store of the
+def _read_first(loops: LoopNest, result: str, source: str) -> bool:
+    """True if all that is made of the loaded elements themselves waits for no reduction that a store of the
     result does not wait for."""
     reductions = {i: n for i, n in enumerate(loops.nodes) if isinstance(n, Reduce)}
     if axes_in(loops.axes, (RAGGED,)) or any(isinstance(n, Scan) for n in loops.nodes):
@@ -65,7 +65,7 @@ def _read_first(loops: LoopNest, result: str, given: str) -> bool:
     first = frozenset.intersection(*stores)
     if any(ROWS in reduced_groups(loops.axes, reductions[i]) for i in first):
         return False  # what waits for a sum over rows may be another kernel's
-    reached = {*_loads(loops, given)}
+    reached = {*_loads(loops, source)}
     for number, node in enumerate(loops.nodes):
         if reached.isdisjoint(operands_of(node)):
             continue
@@ -79,9 +79,9 @@ def _read_first(loops: LoopNest, result: str, given: str) -> bool:
 
 
 def _reductions_behind(loops: LoopNest) -> Sequence[frozenset[int]]:
-    """The reductions that each node waits for."""
-    found: list[frozenset[int]] = []
+    """Return the reductions that each node waits for."""
+    behind: list[frozenset[int]] = []
     for number, node in enumerate(loops.nodes):
-        own = {number} if isinstance(node, Reduce) else ()
-        found.append(frozenset(own).union(*(found[o] for o in operands_of(node))))
-    return found
+        first = {number} if isinstance(node, Reduce) else ()
+        behind.append(frozenset(first).union(*(behind[o] for o in operands_of(node))))
+    return behind

@@ -17,7 +17,7 @@ BOX_BYTES = 16  # a box starts at a multiple of them, its rows lie at multiples,
 
 @dataclass(frozen=True)
 class Side:
-    """One dimension of a box.
+    """A side is one dimension of a box.
 
     index: the elements of the dimension that are loaded; those outside of 0 <= index < size are zero. stride:
     of the dimension, in elements of the buffer. leaf: the lanes along it, None for one element. apart: the
@@ -37,7 +37,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Box:
-    """What one load copies. offset: elements from the buffer's first to the one at 0 along all sides."""
+    """A box is what one load copies. offset: elements from the buffer's first to the one at 0 along all
+    sides."""
 
     offset: int
     sides: tuple[Side, ...]

@@ -232,8 +232,8 @@ def _along_by_threads(
     rest = (node for n, node in enumerate(loops.nodes) if n not in products.sums)
     if any(is_over(node, products.terms) for node in rest):
         if width <= 8 * warp:  # of what the vectors are made
-            whole = Tile(max(1, tall // 2), width, max(1, width // warp), in_turn=True)
-            tiles.insert(int(terms < width), whole)
+            with_all = Tile(max(1, tall // 2), width, max(1, width // warp), in_turn=True)
+            tiles.insert(int(terms < width), with_all)
     elif terms < width <= MOST_AT_ONCE and sums <= FEW_SUMS:
         tiles.insert(1, Tile(1, width, max(1, width // AT_ONCE), in_turn=True))
     if 2 * rows <= device.sms and 2 * terms < width:  # programs share the few rows of a matrix

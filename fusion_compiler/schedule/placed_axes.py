@@ -36,7 +36,7 @@ INDEXED = (Load, Coordinate, InRange, Random)  # nodes that depend on what their
 
 @dataclass(frozen=True)
 class PlacedAxes:
-    """Facts about the axes of a placed nest.
+    """Say what values depend on, and how axes lie, under a placement.
 
     axes: those of the nest, and behind them the fused ones.
     leaves: by axis, the leaves on which its element number depends.

@@ -166,8 +166,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Placement:
-    """Directives, with what a launch needs besides: threads, stages of loops, registers of a thread, and
-    iterations of a loop that are prefetched before the kernel waits for its predecessors."""
+    """A placement has directives, and what a launch needs besides: threads, stages of loops, registers of a
+    thread, and iterations of a loop that are prefetched before the kernel waits for its predecessors."""
 
     directives: tuple[Directive, ...]
     num_warps: int = 4

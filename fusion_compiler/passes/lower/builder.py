@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 class Builder(ABC):
-    """Interface and shared parts of the construction of a loop nest.
+    """A builder has the interface and the shared parts of the construction of a loop nest.
 
     nodes, names: the program so far, in SSA order.
     extents: sizes of the axes that indices use; those of the nest come first.

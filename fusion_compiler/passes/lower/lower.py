@@ -153,8 +153,8 @@ def _with_rows(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space
 
 @dataclass(frozen=True)
 class Part:
-    """Coordinates of a value that has only a part of the space's elements. ranges: (index, low, high); the
-    part consists of the elements with low <= index < high for all ranges."""
+    """A part has the coordinates of a value that has only some of the space's elements. ranges: (index, low,
+    high); the part consists of the elements with low <= index < high for all ranges."""
 
     coords: Coords
     ranges: tuple[tuple[Index, Dim, Dim], ...] = ()
@@ -175,7 +175,8 @@ class Part:
 
 
 class Lowering(Builder):
-    """One attempt to build a loop nest over a space. It stops at the first axis that must be split."""
+    """A lowering is one attempt to build a loop nest over a space. It stops at the first axis that must be
+    split."""
 
     def __init__(
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding

@@ -44,7 +44,8 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Space:
-    """Dimensions of the anchor, each split into factors from the outermost, with their groups.
+    """A space has the dimensions of the anchor, each split into factors from the outermost, with their
+    groups.
 
     index_split: given if the anchor is one piece of a larger tensor. Each element computes all pieces. The
         number of the piece along each split dimension is a key after the axes, but not an axis.

@@ -38,7 +38,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of an op, with a number for each dimension. image, count: elements, and windows over them."""
+    """The windows of an op are described by a number for each dimension. image, count: elements, and windows
+    over them."""
 
     image: tuple[Dim, ...]
     count: tuple[Dim, ...]
