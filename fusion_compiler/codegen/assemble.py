@@ -25,16 +25,11 @@ from fusion_compiler.codegen.passes import (
     stored_early,
     stored_late,
 )
+from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.replicated import Replicated
 from fusion_compiler.codegen.rows import RowEmitter
-from fusion_compiler.codegen.second_stages import (
-    RowStage,
-    Split,
-    row_stage_of,
-    split_by_placement,
-    split_by_segments,
-)
+from fusion_compiler.codegen.second_stages import Split, split_of
 from fusion_compiler.codegen.segments import SegmentEmitter
 from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.strength_reduction import shortened
@@ -142,14 +137,10 @@ def build(
         for a, schedule in zip(analyses, schedules, strict=True)
     )
     scheduled = list(zip(analyses, schedules, strict=True))
-    over_rows = [
-        None if isinstance(s, Placement) else row_stage_of(a, s, numbers, tickets) for a, s in scheduled
-    ]
+    placements = [s if isinstance(s, Placement) else placement_of(a, s) for a, s in scheduled]
     splits = [
-        split_by_placement(a, s, numbers, tickets)
-        if isinstance(s, Placement)
-        else split_by_segments(a, s, numbers)
-        for a, s in scheduled
+        split_of(a, s, placement, numbers, tickets)
+        for (a, s), placement in zip(scheduled, placements, strict=True)
     ]
     named = [
         {**split.partials, **mailboxes(a, s, i)}
@@ -157,23 +148,25 @@ def build(
     ]
     last = (split.last for split in splits if split.last is not None)
     scratch = (
-        *(b for stage in over_rows if stage is not None for b in stage.scratch),
         *(b for named_buffers in named for b in named_buffers.values()),
         *(stage.counter for stage in last),
     )
     if any(s.splits > 1 for s in schedules):
         constants = None
-    main: list[_Assembly | _Placed] = []
-    for (a, s), row_stage, split, named_buffers in zip(scheduled, over_rows, splits, named, strict=True):
+
+    def part(a: Analysis, s: Schedule | Placement, split: Split, named: Mapping[str, Buffer]) -> Part:
         if isinstance(s, Placement):
-            main.append(_Placed(a, s, signature, scratch, split, constants))
-        else:
-            main.append(_Assembly(a, s, signature, scratch, row_stage, named_buffers, constants))
-    second = [(stage.loops, stage.schedule) for stage in over_rows if stage and stage.counter is None]
-    second += [stage for split in splits for stage in split.stages]
-    after: list[_Assembly | _Placed] = [
-        _Assembly(Analysis(loops), schedule, signature, scratch, constants=constants)
-        for loops, schedule in second
+            return _Placed(a, s, signature, scratch, split, constants)
+        return _Assembly(a, s, signature, scratch, split, named, constants)
+
+    main = [
+        part(a, s, split, buffers)
+        for (a, s), split, buffers in zip(scheduled, splits, named, strict=True)
+    ]
+    after = [
+        part(Analysis(loops), schedule, Split({}, (), {}, loops.stores), {})
+        for split in splits
+        for loops, schedule in split.stages
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
@@ -192,9 +185,9 @@ def build(
     )
 
 
-def _kernels(parts: list[_Assembly | _Placed], name: str, doc: str) -> list[Kernel]:
+def _kernels(parts: list[Part], name: str, doc: str) -> list[Kernel]:
     """Return the kernels of some parts, in as few launches as the parts allow."""
-    launches: list[list[_Assembly | _Placed]] = []
+    launches: list[list[Part]] = []
     for part in parts:
         launch = next((g for g in launches if all(_may_share_launch(part, other) for other in g)), None)
         if launch is None:
@@ -208,7 +201,7 @@ def _kernels(parts: list[_Assembly | _Placed], name: str, doc: str) -> list[Kern
     ]
 
 
-def _may_share_launch(one: _Assembly | _Placed, other: _Assembly | _Placed) -> bool:
+def _may_share_launch(one: Part, other: Part) -> bool:
     """True if two loop nests lose nothing in one launch.
 
     A launch has one number of warps, and every program in it has the registers of the part that needs most.
@@ -220,7 +213,7 @@ def _may_share_launch(one: _Assembly | _Placed, other: _Assembly | _Placed) -> b
     return same_launch and more <= max(ENOUGH_REGISTERS, 2 * fewer)
 
 
-def _kernel(parts: list[_Assembly | _Placed], name: str, doc: str) -> Kernel:
+def _kernel(parts: list[Part], name: str, doc: str) -> Kernel:
     """Return the kernel of one launch, in which each part has a contiguous range of the grid."""
     warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
     if len(parts) == 1:
@@ -279,9 +272,10 @@ class _Part(ABC, Generic[S]):
         schedule: S,
         signature: Signature,
         scratch: tuple[Buffer, ...],
+        split: Split,
         constants: frozenset[str] | None,
     ) -> None:
-        self.a, self.s, self.constants = analysis, schedule, constants
+        self.a, self.s, self.split, self.constants = analysis, schedule, split, constants
         self.signature, self.scratch = signature, scratch
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -319,6 +313,28 @@ class _Part(ABC, Generic[S]):
         pointers = frozenset(b for b, p in self.parameters.items() if p.role is not Role.SIZE)
         constant = frozenset(map(self.name, pointers & self.constants))
         return launched_dependently(body, constant, frozenset(map(self.name, pointers)), self.s.early)
+
+    def last_program(self, emitter: Emitter, name: str) -> list[Function]:
+        """Let the last of the programs that share reductions run their part of the second stage, and set its
+        counter back to zero.
+
+        That program sees all partial results: a draw, after a barrier of all threads, releases and acquires,
+        and the loads bypass the L1 cache, which may hold older lines.
+        Returns the second stage as a function of its own: its names mean other tiles than the caller's.
+        """
+        last = self.split.last
+        if last is None:
+            return []
+        inner = Split({}, (), {}, last.loops.stores)
+        part = _Placed(Analysis(last.loops), last.placement, self.signature, self.scratch, inner)
+        parameters = [Name("block")] if last.blocks else []
+        body, _ = part.emitter(FROM_L2).program(parameters[0] if parameters else FIRST, inner)
+        body, numbers = rewritten(body), [emitter.number_of(last.blocks)] if last.blocks else []
+        pointers = part.used(body)
+        emitter.add(Do(tl.debug_barrier()))
+        call = Do(Global(name)(*numbers, *pointers))
+        emitter.add(self.if_last(last.counter, numbers, last.programs, call))
+        return [Function(name, (*parameters, *pointers), body)]
 
     def if_last(self, counter: Buffer, numbers: Sequence[Expression], programs: Dim, call: Do) -> If:
         """Return a call by the program that draws the last ticket, which sets the counter back to zero.
@@ -372,12 +388,12 @@ class _Assembly(_Part[Schedule]):
         schedule: Schedule,
         signature: Signature,
         scratch: tuple[Buffer, ...],
-        row_stage: RowStage | None = None,
-        named: Mapping[str, Buffer] | None = None,
+        split: Split,
+        named: Mapping[str, Buffer],
         constants: frozenset[str] | None = None,
     ) -> None:
-        super().__init__(analysis, schedule, signature, scratch, constants)
-        self.row_stage, self.named = row_stage, named or {}
+        super().__init__(analysis, schedule, signature, scratch, split, constants)
+        self.named = named
         self.registers = tile_registers(analysis, schedule)
         self.placement = placement_of(analysis, schedule)
 
@@ -385,7 +401,7 @@ class _Assembly(_Part[Schedule]):
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         emitter = self.emitter()
-        body, grid = emitter.rows_program(number, self.row_stage)
+        body, grid = emitter.rows_program(number, self.split)
         functions = self.last_program(emitter, f"{name}_last")
         return functions, self.finished(rewritten(body, self.roundings())), grid
 
@@ -402,25 +418,6 @@ class _Assembly(_Part[Schedule]):
     def roundings(self) -> Mapping[int, int]:
         return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
 
-    def last_program(self, emitter: RowEmitter, name: str) -> list[Function]:
-        """Let the program that draws the last ticket run the second stage and set the counter back to zero.
-
-        That program sees all partial results: a draw, after a barrier of all threads, releases and acquires,
-        and the loads bypass the L1 cache, which may hold older lines.
-        Returns the second stage as a function of its own: its names mean other tiles than the caller's.
-        """
-        second = self.row_stage
-        if second is None or second.counter is None:
-            return []
-        part = _Assembly(Analysis(second.loops), second.schedule, self.signature, self.scratch)
-        body, _ = part.emitter(FROM_L2).rows_program(FIRST, None)
-        body = rewritten(body, part.roundings())
-        pointers = part.used(body)
-        emitter.add(Do(tl.debug_barrier()))
-        programs = second.programs * self.s.splits
-        emitter.add(self.if_last(second.counter, [], programs, Do(Global(name)(*pointers))))
-        return [Function(name, pointers, body)]
-
 
 class _Placed(_Part[Placement]):
     """Build the tile program of one loop nest under a placement."""
@@ -434,8 +431,8 @@ class _Placed(_Part[Placement]):
         split: Split,
         constants: frozenset[str] | None = None,
     ) -> None:
-        super().__init__(analysis, placement, signature, scratch, constants)
-        self.split, self.placement = split, placement
+        super().__init__(analysis, placement, signature, scratch, split, constants)
+        self.placement = placement
         self.registers = placed_registers(analysis.loops, placement)
 
     def program(
@@ -464,23 +461,8 @@ class _Placed(_Part[Placement]):
         copies.enter(emitter, inner, Global(name)(*used))
         return [Function(name, used, body)]
 
-    def last_program(self, emitter: ProductEmitter, name: str) -> list[Function]:
-        """Let the last program of those that share a reduction run its part of the second stage: see
-        `_Assembly.last_program`."""
-        last = self.split.last
-        if last is None:
-            return []
-        loops = last.loops
-        inner = Split({}, (), {}, loops.stores)
-        part = _Placed(Analysis(loops), last.placement, self.signature, self.scratch, inner)
-        parameters = [Name("block")] if last.blocks else []
-        body, _ = part.emitter(FROM_L2).program(parameters[0] if parameters else FIRST, inner)
-        body, numbers = rewritten(body), [emitter.number_of(last.blocks)] if last.blocks else []
-        pointers = part.used(body)
-        call = Do(Global(name)(*numbers, *pointers))
-        emitter.add(Do(tl.debug_barrier()))
-        emitter.add(self.if_last(last.counter, numbers, last.programs, call))
-        return [Function(name, (*parameters, *pointers), body)]
+
+Part = _Assembly | _Placed
 
 
 def rewritten(body: list[Statement], stored_at_once: Mapping[int, int] = NOTHING) -> list[Statement]:

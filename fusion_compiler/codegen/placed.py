@@ -987,8 +987,10 @@ class Emitter:
         return self.loops.names[number] in self.in_turns
 
     def join_key(self, number: int) -> object:
-        """Return what sums have in common that threads exchange at once; None of others."""
-        return self.reduction(number).axes if self.combines_in_turns(number) else None
+        """Return what sums have in common that threads exchange at once; None of others. While they do, a
+        program's other values occupy registers, of which a single program has enough."""
+        is_single = not self.where.grid and self.a.is_sum(number)
+        return self.reduction(number).axes if is_single or self.combines_in_turns(number) else None
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""

@@ -19,7 +19,7 @@ from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
 from fusion_compiler.codegen.moments import is_exact, operands, scale_of
 from fusion_compiler.codegen.row_tiles import RowTiles
-from fusion_compiler.codegen.second_stages import RowStage
+from fusion_compiler.codegen.second_stages import Split
 from fusion_compiler.codegen.tile import Assign, For, If, Range, Statement
 from fusion_compiler.codegen.values import Scope, Tile
 from fusion_compiler.ir.dims import Dim, hint, product
@@ -51,11 +51,8 @@ FEW = 2  # most ragged reductions for which that pays: with 28 in four nests, pt
 class RowEmitter(RowTiles):
     """Emits a nest of rows and columns."""
 
-    def rows_program(
-        self, number: Expression, second: RowStage | None
-    ) -> tuple[list[Statement], tuple[Dim, ...]]:
-        """Return the statements of the program with this number, and the grid. second: the stage that adds up
-        the partial results of programs."""
+    def rows_program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
+        """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
         rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
@@ -70,12 +67,10 @@ class RowEmitter(RowTiles):
                 self.scopes[0].tiles[self.key(n)] = self.folded(n, node, self.sums[n])
         else:
             self.block(main)
-        if second is None:
+        for n, partial in split.kept.items():
+            self.store_partial(n, partial)
+        if not split.kept:
             self.finish()
-        else:
-            leaves = tuple(leaf for leaf in placed(rows, Place.GRID) if leaf.extent != 1)
-            for n, partial in second.partials.items():
-                self.store_partial(n, replace(partial, leaves=leaves))
         return self.scopes[0].body, (product(leaf.extent for leaf in self.where.grid),)
 
     def add_block(self, level: int) -> None:

@@ -6,12 +6,9 @@
     s = sum(partial, {n.o})         the second stage, whose rows are the programs
 
 Each program stores a partial result in scratch memory. The second stage reduces the partial results and
-computes every node that waits for them. A second kernel runs it, or the last program to arrive:
-
-- If a sum over rows is one element wide, the last program runs the second stage. An atomic counter finds that
-  program. With many programs the counter would take longer than a second kernel.
-- In a placement with `combine(r, LAST)`, the last of the programs that share a reduction runs their part of
-  it, with a counter for the programs of each part.
+computes every node that waits for them. A second kernel runs it. In a placement with `combine(r, LAST)`, the
+last of the programs that share a reduction runs their part of it, which an atomic counter for the programs of
+each part finds.
 
 A norm of channels in groups needs the sums of each channel over all samples in addition to those along its
 rows, which are the groups of each sample. The kept axes of such a sum are neither rows nor columns of a tile.
@@ -52,7 +49,6 @@ from fusion_compiler.schedule.analysis import (
     Analysis,
     Pieces,
     accumulator_dtype,
-    ceil_div,
     pieces_of,
     waiting,
 )
@@ -60,14 +56,11 @@ from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place,
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
-# Most programs that increment a counter. Each waits until its results have arrived, and one program, with as
-# many warps as the others, reads them all. With 16384, that takes 8 us on an H200, and a second kernel 2.
-MOST_TICKETS = 4096
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
 TILE = (256, 16, 4)  # rows, columns and warps of other second kernels: two sectors of each row
 
-Stage = tuple[LoopNest, Schedule]  # that a second kernel runs
+Stage = tuple[LoopNest, Schedule | Placement]  # that a second kernel runs
 
 
 @dataclass(frozen=True)
@@ -88,9 +81,9 @@ class Partial:
 class Split:
     """A Split holds what a nest needs if its programs share reductions that second kernels finish.
 
-    partials: the buffers, by the names that the nest's emitter uses. kept: the partial results, by reduction,
-    if a placement splits the reductions. stores: the stores that wait for no split reduction. last: the stage
-    that the last programs run in place of a second kernel.
+    partials: the buffers, by the names that the nest's emitter uses. kept: the partial results, by reduction.
+    stores: the stores that wait for no such reduction. last: the stage that the last programs run in place of
+    a second kernel.
     """
 
     partials: Mapping[str, Buffer]
@@ -115,29 +108,6 @@ class LastStage:
     programs: Dim
     blocks: tuple[Leaf, ...]
     counter: Buffer
-
-
-@dataclass(frozen=True)
-class RowStage:
-    """The second stage of a nest's sums over rows.
-
-    partials: the partial results, by sum.
-    loops, schedule: the nest that adds them up and computes everything that depends on it.
-    programs: how many share the sum.
-    counter: int32 [1], counts finished programs if the last of them runs the nest; None for a
-        second kernel.
-    """
-
-    partials: Mapping[int, Partial]
-    loops: LoopNest
-    schedule: Schedule
-    programs: int
-    counter: Buffer | None
-
-    @property
-    def scratch(self) -> tuple[Buffer, ...]:
-        buffers = tuple(partial.buffer for partial in self.partials.values())
-        return buffers if self.counter is None else (*buffers, self.counter)
 
 
 def completed(
@@ -200,32 +170,7 @@ def _over_programs(
     return completed(loops, loads, axes, part.group, moved)
 
 
-# -- sums over rows ------------------------------------------------------------------------------------------
-
-
-def row_stage_of(
-    analysis: Analysis, schedule: Schedule, numbers: Iterator[int], tickets: Iterator[int]
-) -> RowStage | None:
-    """Return the second stage, or None if there are no sums over rows or one program computes them.
-
-    numbers, tickets: yield the numbers in the names of a cluster's partial results and counters.
-    """
-    programs = schedule.programs or ceil_div(analysis.size(ROWS), schedule.block_rows)
-    if not analysis.across_rows or programs == 1:
-        return None
-    assert isinstance(programs, int), "programs that share a reduction are counted at compile time"
-    loops, columns = analysis.loops, sorted(axes_in(analysis.loops.axes, (COLS,)))
-    partials = {
-        n: _partial(loops, n, next(numbers), programs, columns if COLS in analysis.groups[n] else ())
-        for n in analysis.across_rows
-    }
-    is_row = analysis.ends_in_a_row
-    part = Axis("row", programs, ROWS) if is_row else Axis("col", programs, COLS)  # the row of one number
-    nest = _over_programs(loops, partials, part, columns if is_row else ())
-    counter: Buffer | None = None
-    if not is_row and programs <= MOST_TICKETS:
-        counter = _counter(next(tickets))
-    return RowStage(partials, nest, _row_schedule(nest, programs), programs, counter)
+# -- reductions that programs share -------------------------------------------------------------------------
 
 
 def _counter(number: int, blocks: Dim = 1) -> Buffer:
@@ -233,19 +178,22 @@ def _counter(number: int, blocks: Dim = 1) -> Buffer:
     return Buffer(f"ticket_{number}" if number else "ticket", (blocks,), (1,), torch.int32, zeroed=True)
 
 
-def _row_schedule(nest: LoopNest, programs: int) -> Schedule:
-    """Return the schedule of the second stage."""
-    height = padded(programs)
-    rows = [a for a in nest.axes if a.group == ROWS]
-    if not rows:
-        return Schedule(1, height, Cols.WHOLE, num_warps=min(32, max(4, height // 512)))
-    sizes = [a.size for a in nest.axes if a.group == COLS]
-    is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
-    most, cols = (256, SECTOR) if is_narrow else (64, 32)
-    return Schedule(min(height, most), cols, Cols.GRID, programs=1, num_warps=4)
-
-
-# -- reductions that second kernels finish -------------------------------------------------------------------
+def split_of(
+    analysis: Analysis,
+    schedule: Schedule | Placement,
+    placement: Placement,
+    numbers: Iterator[int],
+    tickets: Iterator[int],
+) -> Split:
+    """Return the reductions that programs share. placement: that of the schedule. numbers, tickets: the
+    numbers in the names of a cluster's partial results and counters."""
+    split = split_by_placement(analysis, placement, numbers, tickets)
+    if isinstance(schedule, Placement):
+        return split
+    segments = split_by_segments(analysis, schedule, numbers)
+    return replace(
+        split, partials={**split.partials, **segments.partials}, stages=(*split.stages, *segments.stages)
+    )
 
 
 def split_by_placement(
@@ -254,13 +202,13 @@ def split_by_placement(
     """Return the reductions that programs share under a placement. numbers, tickets: the numbers in the names
     of buffers and counters."""
     loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
-    on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
+    on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID and leaf.extent != 1]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
     kept: dict[int, Partial] = {}
-    of_each = placement.combined(place.Stage.EACH)
+    of_each, segmented = placement.combined(place.Stage.EACH), frozenset(analysis.segmented)
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
-        if shared and loops.names[n] not in of_each:
+        if shared and loops.names[n] not in of_each and n not in segmented:
             axes = sorted(analysis.node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
             programs = product(leaf.extent for leaf in shared)
             kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
@@ -274,14 +222,16 @@ def split_by_placement(
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
+    schedule_of = _schedule_of if analysis.inner else _schedule_of_rows
     if len(nests) == 1 and placement.combined(place.Stage.LAST) >= {loops.names[n] for n in kept}:
         shared = next(iter(kept.values())).leaves
         blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
         counter = _counter(next(tickets), product(leaf.extent for leaf in blocks))
-        programs = product(leaf.extent for leaf in shared)
+        apart = (leaf for leaf in leaves if leaf.place is Place.SHARED)
+        programs = product(leaf.extent for leaf in (*shared, *apart))
         last = LastStage(nests[0], _of_kept_axes(nests[0], placement), programs, blocks, counter)
         return Split(buffers, (), kept, stores, last)
-    return Split(buffers, tuple((nest, _schedule_of(nest)) for nest in nests), kept, stores)
+    return Split(buffers, tuple((nest, schedule_of(nest)) for nest in nests), kept, stores)
 
 
 def _needed_together(loops: LoopNest, partials: Mapping[int, Partial]) -> list[set[int]]:
@@ -366,9 +316,25 @@ def _axes_of_pieces(
     return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
 
 
-def _schedule_of(nest: LoopNest) -> Schedule:
+def _schedule_of(nest: LoopNest) -> Schedule | Placement:
     """Return the schedule of a nest that reduces partial results along its rows."""
-    rows = product(a.size for a in nest.axes if a.group == ROWS)
-    assert isinstance(rows, int), "the partial results of a sum have a known number"
     height, width, warps = TILE
-    return Schedule(min(height, padded(rows)), width, Cols.GRID, programs=1, num_warps=warps)
+    return _in_tiles(nest, height, width, warps)
+
+
+def _schedule_of_rows(nest: LoopNest) -> Schedule | Placement:
+    """Return the schedule of a nest that reduces the partial results of sums over rows."""
+    sizes = [a.size for a in nest.axes if a.group == COLS]
+    is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
+    height, width = (256, SECTOR) if is_narrow else (64, 32)
+    return _in_tiles(nest, height, width, 4)
+
+
+def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Schedule | Placement:
+    """Return a schedule with tiles of some rows and columns. All partial results of one number are a tile."""
+    rows = [axis for axis in nest.axes if axis.group == ROWS]
+    size = product(axis.size for axis in rows)
+    assert isinstance(size, int), "the partial results of a sum have a known number"
+    if len(nest.axes) == 1:
+        return Placement((At(rows[0].name, Place.LANES),), min(32, max(4, padded(size) // 512)))
+    return Schedule(min(height, padded(size)), width, Cols.GRID, programs=1, num_warps=warps)

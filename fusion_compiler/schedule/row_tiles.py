@@ -6,11 +6,24 @@ from dataclasses import replace
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
-from fusion_compiler.schedule.analysis import Analysis, part_cols, parts_of
-from fusion_compiler.schedule.placement import Align, At, Directive, Fuse, Place, Placement, Split
+from fusion_compiler.schedule.analysis import Analysis, ceil_div, part_cols, parts_of
+from fusion_compiler.schedule.placement import (
+    Align,
+    At,
+    Directive,
+    Fuse,
+    In,
+    Place,
+    Placement,
+    Split,
+    Stage,
+)
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded
 
+# Most programs that increment a counter. Each waits until its results have arrived, and one program, with as
+# many warps as the others, reads them all. With 16384, that takes 8 us on an H200, and a second kernel 2.
+MOST_TICKETS = 4096
 NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
 
 
@@ -38,6 +51,9 @@ def placement_of(a: Analysis, s: Schedule) -> Placement:
     grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
     last: list[Directive] = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
     others = [d for d in directives if not isinstance(d, At)]
+    programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
+    if not a.ends_in_a_row and isinstance(programs, int) and 1 < programs <= MOST_TICKETS:
+        last += [In(name, Stage.LAST) for name in dict.fromkeys(a.loops.names[n] for n in a.across_rows)]
     return Placement((*others, *grid, *last), s.num_warps, s.num_stages, s.registers)
 
 

@@ -17,12 +17,12 @@ from benchmarks.__main__ import parse
 from benchmarks.case import Case
 from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
 from benchmarks.sizes import ALL_CASES
-from fusion_compiler.codegen import second_stages
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build
 from fusion_compiler.runtime.launch import Runner
+from fusion_compiler.schedule import row_tiles
 from fusion_compiler.schedule.grid import neighbours
 from fusion_compiler.schedule.schedule import Cols, Schedule
 from tests.exactness import Compiled
@@ -217,7 +217,7 @@ def test_a_maximum_in_each_lane_is_the_rows(width: int) -> None:
 def test_partial_results_of_many_programs_are_added_by_a_second_kernel(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(second_stages, "MOST_TICKETS", most)
+    monkeypatch.setattr(row_tiles, "MOST_TICKETS", most)
     by_row = Schedule(1, 8, Cols.WHOLE, num_warps=1)
     compiled = Compiled(lambda x: torch.logsumexp(x, -1).mean(), schedules=lambda *_: (by_row,))
     x = torch.randn(5, 7)
