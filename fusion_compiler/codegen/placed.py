@@ -46,7 +46,7 @@ from fusion_compiler.codegen.tile import (
 )
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.values import PlacedNest, Scope, Tile
-from fusion_compiler.ir.dims import Dim, hint, product, quotient, strides_of
+from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
     Checked,
     Compute,
@@ -82,7 +82,6 @@ from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, opera
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, Place, Stage
-from fusion_compiler.schedule.shapes import are_apart
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -544,23 +543,8 @@ class Emitter:
         return self.joined(value, tile, *within)
 
     def options(self, node: Load) -> Mapping[str, Expression]:
-        """Return the keyword arguments of a load. What the program and the others read once leaves the cache
-        first."""
-        if not self.is_streamed(node):
-            return self.load_options
-        return {**self.load_options, "eviction_policy": Literal("evict_first")}
-
-    def is_streamed(self, node: Load) -> bool:
-        """True if a load goes through a matrix, in a loop or for a product, of which no other program loads
-        the same element."""
-        axes, products = self.axes_of(node.index), filter(self.combines_in_turns, self.reductions)
-        depends = self.where.of_axes(axes)
-        is_matrix = any(not axes.isdisjoint(self.reduction(n).axes) for n in products)
-        if not (is_matrix or placed(depends, Place.LOOP)) or not depends.issuperset(self.where.grid):
-            return False
-        return are_apart(
-            (abs(hint(step)), hint(self.loops.axes[key].size)) for key, step in node.index.terms if key >= 0
-        )
+        """Return the keyword arguments of a load."""
+        return self.load_options
 
     def is_shared_within(self, node: Load) -> bool:
         """True if neighbours load the same element wherever a range, in which only some of them lie, holds:

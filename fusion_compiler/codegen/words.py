@@ -19,7 +19,7 @@ would then move the products between threads. Thus the matrix is loaded by words
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -27,11 +27,13 @@ from typing import cast
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.values import PlacedNest, Tile
+from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, Reduce, operands_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, times, tl
 from fusion_compiler.schedule.placed_axes import placed
-from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.placement import Leaf, On, Place
 from fusion_compiler.schedule.schedule import WORD
+from fusion_compiler.schedule.shapes import are_apart
 
 
 class WordEmitter(Emitter):
@@ -85,6 +87,25 @@ class WordEmitter(Emitter):
                 for elements in self.variants(depends):
                     with self.fixed(elements):
                         self.tile(number)
+
+    def options(self, node: Load) -> Mapping[str, Expression]:
+        """Return the keyword arguments of a load. A matrix leaves the cache first."""
+        if not self.is_streamed(node):
+            return super().options(node)
+        return {**self.load_options, "eviction_policy": Literal("evict_first")}
+
+    def is_streamed(self, node: Load) -> bool:
+        """True if a load goes through the matrix of a product, of which no other program loads the same
+        element. What tensor cores multiply without a loop stays in the cache."""
+        axes, names = self.axes_of(node.index), set(self.in_turns)
+        depends = self.where.of_axes(axes)
+        if placed(depends, Place.LOOP):
+            names |= {d.reduction for d in self.placement.directives if isinstance(d, On)}
+        products = (n for n in self.reductions if self.loops.names[n] in names)
+        if all(axes.isdisjoint(self.reduction(n).axes) for n in products):
+            return False
+        steps = ((abs(hint(step)), hint(self.loops.axes[k].size)) for k, step in node.index.terms if k >= 0)
+        return depends.issuperset(self.where.grid) and are_apart(steps)
 
     def place_of(self, node: Load) -> Tile:
         place = super().place_of(node)
