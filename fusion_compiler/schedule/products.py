@@ -106,19 +106,21 @@ class Products:
             size, are_static = prod(sizes[k] for k in axes), all(is_static[k] for k in axes)
             return not (are_static and size <= FEW_ROWS), are_static, size
 
-        matrices: dict[int, int] = {}
+        inner, matrices = axes_in(loops.axes, (INNER,)), dict[int, int]()
         axes: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
         for number, (left, right) in sums.items():
             first, second = varies[left], varies[right]
             few, wide = sorted((first - second, second - first), key=rank)
             matrices[number] = left if wide <= first else right
-            axes.add((few, wide, cast(Reduce, loops.nodes[number]).axes))
+            terms = cast(Reduce, loops.nodes[number]).axes
+            if not inner and first & second != terms:
+                return None  # each of several vectors has a matrix of its own
+            axes.add((few, wide, terms))
         if len(axes) != 1:
             return None
         ((few, wide, terms),) = axes
         if any(not varies[store.value].isdisjoint(terms) for store in loops.stores):
             return None
-        inner = axes_in(loops.axes, (INNER,))
         if bool(inner) == (prod(sizes[k] for k in few) == 1):  # one row is lowered to rows and columns
             return None
         for k in few:
