@@ -305,7 +305,8 @@ class RowEmitter(RowTiles):
             turns, here = Range(first.value, last.value, stages=AHEAD), Tile(turn)
             self.true |= {within}
         else:
-            most = self.let("most", tl.max(last.value - first.value))
+            counts = last.value - first.value
+            most = self.let("most", tl.max(counts) if first.is_block or last.is_block else counts)
             unroll = AT_ONCE if len(self.a.invariants) <= FEW else None
             turns, here = Range(lift(0), most, stages=1, unroll=unroll), None
         scopes, depth, body = self.scopes, self.depth, list[Statement]()

@@ -17,7 +17,7 @@ So each block of a row leaves one partial result for every piece of a segment in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     axes_in,
+    axes_of,
     renumber,
     renumber_store,
     row_major,
@@ -218,7 +219,7 @@ def split_by_placement(
     for together in _needed_together(loops, kept):
         alike = {n: kept[n] for n in sorted(together)}
         by_length = sorted((partial.axes for partial in alike.values()), key=len, reverse=True)
-        axes = tuple(dict.fromkeys(k for of_one in by_length for k in of_one))
+        axes = tuple(dict.fromkeys(k for of_one in (*by_length, _axes_behind(loops, alike)) for k in of_one))
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
@@ -232,6 +233,14 @@ def split_by_placement(
         last = LastStage(nests[0], _of_kept_axes(nests[0], placement), programs, blocks, counter)
         return Split(buffers, (), kept, stores, last)
     return Split(buffers, tuple((nest, schedule_of(nest)) for nest in nests), kept, stores)
+
+
+def _axes_behind(loops: LoopNest, partials: Collection[int]) -> list[int]:
+    """Return the axes over which what waits for some reductions varies, or is stored."""
+    behind, varies = waiting(loops, partials), axes_of(loops.nodes)
+    stores = [store for store in loops.stores if store.value in behind]
+    stored = {k for store in stores for k, _ in store.index.terms if k >= 0}
+    return sorted(stored.union(*(varies[n] for store in stores for n in store_operands(store))))
 
 
 def _needed_together(loops: LoopNest, partials: Mapping[int, Partial]) -> list[set[int]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 import fusion_compiler as fc
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.loops import RAGGED
+from fusion_compiler.runtime.target import compile_for
 from tests.exactness import Compiled, cramped, not_as_close
 
 aten = torch.ops.aten
@@ -87,6 +88,20 @@ def test_every_schedule(function: Callable[..., Tensor], schedules: Any) -> None
     for number in range(6):
         fast = Compiled(function, schedules=schedules, schedule=number)
         torch.testing.assert_close(fast(x, index, rows), function(x, index, rows), rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_whose_rows_add_up_the_same_numbers_compile() -> None:
+    """The interpreter takes the maximum of one number, and Triton does not."""
+
+    def function(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+        return x.index_add(1, index, rows.permute(3, 2, 1, 0))
+
+    x, rows, index = torch.randn(13, 5, 2, 3), torch.randn(3, 2, 5, 13), torch.randperm(5)
+    fast = Compiled(function, schedules=cramped)
+    torch.testing.assert_close(fast(x, index, rows), function(x, index, rows))
+    for runner in fast.compiler.runners.values():
+        for kernel in runner.candidates[0].kernels:
+            compile_for(kernel, "sm_90")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -84,6 +84,21 @@ def test_what_follows_a_sum_over_rows_has_reductions_of_vectors_whole(
         assert not_as_close(Compiled(f)(*inputs), f(*inputs), f(*wide(inputs))) is None
 
 
+@pytest.mark.parametrize("schedules", [schedules_of, cramped])
+def test_a_number_that_programs_share_is_stored_in_each_column(schedules: Any) -> None:
+    """It varies over no axis, and what waits for it does."""
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        top = x.expand(300, 2).amax(0, keepdim=True)
+        return top.expand(1, 2) + y, x.expand(300, 2).sum(0) * y
+
+    inputs = torch.randn(()), torch.randn(1, 2)
+    for number in range(6):
+        fast = Compiled(function, number, schedules)
+        for ours, eager in zip(fast(*inputs), function(*inputs), strict=True):
+            torch.testing.assert_close(ours, eager)
+
+
 def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:
     """A sum over the rows of a matrix, with the sum along each row where asked for."""
     axes = (Axis("row", count, "rows"), Axis("col", width, "cols"))
