@@ -182,8 +182,9 @@ def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
 def _is_turned_product(work: Work, s: Placement, leaves: Sequence[Leaf]) -> bool:
     """True if threads multiply one vector, or each of a few, by a matrix whose neighbours in memory belong to
     other results."""
-    has_units = any(isinstance(d, On) for d in s.directives)
-    return work.is_turned and not has_units and all(leaf.place is not Place.UNROLL for leaf in leaves)
+    if any(leaf.place is Place.UNROLL for leaf in leaves) or any(isinstance(d, On) for d in s.directives):
+        return False
+    return work.products is not None and work.products.is_turned
 
 
 def _replicated_us(work: Work, s: Placement, programs: int, device: DeviceSpec) -> float:

@@ -58,7 +58,7 @@ def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     if tiles.runs(a):
         if windowed.runs(a.loops):
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
-        return tiles.refuses(a.loops)
+        return tiles.refuses(a)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 
@@ -80,7 +80,7 @@ def schedules(
         if windowed.runs(loops):
             return windowed.placements(loops, device, hints)
         roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
-        return tiles.placements(loops, roofline, hints)
+        return tiles.placements(a, roofline, hints)
     kinds = _kinds(a, device)
     measured = tuple(
         dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device))
@@ -108,7 +108,7 @@ def cheapest(a: Analysis, roofline: Roofline) -> Cost:
         return Cost(0.0, 0, 0, 0, "launch")
     candidates: Iterable[Schedule | Placement]
     if tiles.runs(a):
-        candidates = tiles.placements(a.loops, roofline, roofline.work.hints)[:TYPICAL]
+        candidates = tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]
     else:
         typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
         candidates = _runnable(a, typical, roofline.device)

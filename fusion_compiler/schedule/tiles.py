@@ -35,7 +35,6 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
-from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.registers import MOST
 from fusion_compiler.schedule.shapes import are_apart, padded
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_exact_products
@@ -56,12 +55,13 @@ def runs(a: Analysis) -> bool:
     return a.inner or a.products is not None
 
 
-def refuses(loops: LoopNest) -> str | None:
+def refuses(a: Analysis) -> str | None:
     """Return why no tile runs a nest, or None if one does."""
+    loops = a.loops
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
-    if Products.of(loops, NO_HINTS) is not None:
+    if a.products is not None:
         return None  # in a loop
     if _least(loops) > LARGEST_TILE:
         return f"a tile of {_least(loops)} elements is too large ({LARGEST_TILE})"
@@ -74,14 +74,15 @@ def refuses(loops: LoopNest) -> str | None:
 
 
 def placements(
-    loops: LoopNest, roofline: Roofline, hints: Mapping[sympy.Symbol, int] = NO_HINTS
+    a: Analysis, roofline: Roofline, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
-    if refuses(loops) is not None:
+    if refuses(a) is not None:
         return ()
+    loops = a.loops
     itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
     dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
-    products = Products.of(loops, hints)
+    products = roofline.work.products
     if products is not None:
         of_products = few_rows.placements(loops, products, itemsizes, roofline.device)
         legal = [p for p in dict.fromkeys(of_products) if refusal(loops, p) is None]

@@ -152,11 +152,9 @@ class Work:
                 table[buffer] = table.get(buffer, 0.0) + min(moved, most)
 
     @cached_property
-    def is_turned(self) -> bool:
-        """True if the nest multiplies few rows by a matrix whose neighbours in memory belong to other
-        results."""
-        products = Products.of(self.loops, self.hints)
-        return products is not None and products.is_turned
+    def products(self) -> Products | None:
+        """Return the products of few rows that the nest makes, and little else; None if it makes none."""
+        return Products.of(self.loops, self.hints)
 
     def _compute(self, node: Compute) -> None:
         varies = axes = needs = phase = 0
