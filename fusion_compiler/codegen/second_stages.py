@@ -188,9 +188,9 @@ def split_of(
 ) -> Split:
     """Return the reductions that programs share. placement: that of the schedule. numbers, tickets: the
     numbers in the names of a cluster's partial results and counters."""
-    split = split_by_placement(analysis, placement, numbers, tickets)
     if isinstance(schedule, Placement):
-        return split
+        return split_by_placement(analysis, placement, numbers, tickets)
+    split = split_by_placement(analysis, placement, numbers, tickets, analysis.segmented)
     segments = split_by_segments(analysis, schedule, numbers)
     return replace(
         split, partials={**split.partials, **segments.partials}, stages=(*split.stages, *segments.stages)
@@ -198,18 +198,22 @@ def split_of(
 
 
 def split_by_placement(
-    analysis: Analysis, placement: Placement, numbers: Iterator[int], tickets: Iterator[int]
+    analysis: Analysis,
+    placement: Placement,
+    numbers: Iterator[int],
+    tickets: Iterator[int],
+    others: Collection[int] = (),
 ) -> Split:
     """Return the reductions that programs share under a placement. numbers, tickets: the numbers in the names
-    of buffers and counters."""
+    of buffers and counters. others: reductions that are split otherwise."""
     loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID and leaf.extent != 1]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
     kept: dict[int, Partial] = {}
-    of_each, segmented = placement.combined(place.Stage.EACH), frozenset(analysis.segmented)
+    of_each = placement.combined(place.Stage.EACH)
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
-        if shared and loops.names[n] not in of_each and n not in segmented:
+        if shared and loops.names[n] not in of_each and n not in others:
             axes = sorted(analysis.node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
             programs = product(leaf.extent for leaf in shared)
             kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
