@@ -132,6 +132,7 @@ class Emitter:
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
         self.needed = set[int]()  # nodes of which the program stores something
+        self.ready = frozenset[int]()  # nodes that another function has computed
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
         self.in_turns = placement.combined(Stage.TURN)
         self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
@@ -150,7 +151,7 @@ class Emitter:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         wanted = [*split.kept, *(o for store in split.stores for o in store_operands(store))]
-        self.needed = with_operands(self.loops, wanted)
+        self.needed = with_operands(self.loops, wanted, self.ready)
         self.load_first()
         stores = [(self.where.of_store(store), partial(self.store, store)) for store in split.stores]
         stores += [(self.depends[n], partial(self.store_partial, n, of)) for n, of in split.kept.items()]
@@ -937,14 +938,15 @@ class Emitter:
         another that is not there yet."""
         home, chosen = self.block_of(number), [number]
         for n, node in enumerate(self.loops.nodes):
-            if n == number or not isinstance(node, Reduce) or n not in self.needed:
+            if n == number or not isinstance(node, Reduce) or n not in self.needed or n in self.ready:
                 continue
             if self.cached(n) is not None:
                 continue
             same = placed(self.where.reduced_by(node), Place.LOOP) == around
             if not same or self.block_of(n) != home or not self.is_open(self.depends[n]):
                 continue
-            if not self.reductions.isdisjoint(with_operands(self.loops, operands_of(node))):
+            read = with_operands(self.loops, operands_of(node), self.ready) - self.ready
+            if not self.reductions.isdisjoint(read):
                 continue
             chosen.append(n)
         return sorted(chosen)

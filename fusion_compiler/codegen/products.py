@@ -143,8 +143,13 @@ class ProductEmitter(WordEmitter):
         return Tile(self.let("product", tl.reshape(value, self.shape(lanes)), number), lanes, True)
 
     def load_first(self) -> None:
-        super().load_first()
-        if self.call is not None:
+        """Load as other emitters do, but before a program makes reductions by itself, for which its threads
+        wait: all that its products are made of."""
+        if self.call is None:
+            super().load_first()
+        else:
+            terms = frozenset[int]().union(*(self.reduction(n).axes for n in self.reductions))
+            self.load_plain(n for n in self.needed if not self.node_axes[n].isdisjoint(terms))
             self.add(Assign(tuple(self.replicated.values()), self.call))
             self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.replicated.items()}
 

@@ -77,3 +77,4 @@ class Replicated:
         """Let an emitter call the function behind its first loads."""
         names = {n: inner.variable_of(inner.tile(self.numbers[n])).base for n in self.results}
         caller.replicated, caller.call = {n: Var(name) for n, name in names.items()}, call
+        caller.ready = frozenset(names)

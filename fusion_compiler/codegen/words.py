@@ -19,7 +19,7 @@ would then move the products between threads. Thus the matrix is loaded by words
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -80,8 +80,11 @@ class WordEmitter(Emitter):
         if not any(map(self.combines_in_turns, self.reductions)):
             super().load_first()
             return
-        by_words = {factor for n in self.reductions for factor in self._shared(n)}
-        for number in sorted(self.needed - by_words):
+        self.load_plain(self.needed.difference(*(self._shared(n) for n in self.reductions)))
+
+    def load_plain(self, numbers: Iterable[int]) -> None:
+        """Emit those of some nodes that are loads without conditions, and outside of loops."""
+        for number in sorted(numbers):
             node, depends = self.loops.nodes[number], self.depends[number]
             if isinstance(node, Load) and not operands_of(node) and not placed(depends, Place.LOOP):
                 for elements in self.variants(depends):
