@@ -546,7 +546,9 @@ def test_what_is_loaded_early_changes_no_value(
     """Of every program that loads weights early, in the interpreter."""
     sizes = (16, 600, 24, 1100, 8) if layer is nn.Linear else (16, 2100, 40)
     model = nn.Sequential(*(nn.Sequential(layer(a, b), nn.SiLU()) for a, b in pairwise(sizes)))
-    exact, x = copy.deepcopy(model).double(), torch.randn(rows, 16)
+    dtype = torch.float32 if rows == 1 else torch.bfloat16  # tensor cores multiply more rows
+    model, x = model.to(dtype), torch.randn(rows, 16, dtype=dtype)
+    exact = copy.deepcopy(model).double()
     number, most, texts = 0, 1, set[str]()
 
     def one(*arguments: Any) -> tuple[Program, ...]:
@@ -566,7 +568,7 @@ def test_what_is_loaded_early_changes_no_value(
         with torch.no_grad():
             assert not_as_close(fast(x), model(x), exact(wide(x))) is None
         number += 1
-    assert (number >= 5 and len(texts) >= 6) if layer is nn.Linear else texts
+    assert (number >= 4 and len(texts) >= 5) if layer is nn.Linear else texts
     assert all(WAIT in text for text in texts)
 
 
