@@ -126,8 +126,10 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
 def misaligned_forms(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
     """Misaligned forms of schedules, of tiles too narrow for the tuner to choose; others where none is."""
     analysis, plain = Analysis(loops), schedules_of(loops, name, device)
+    if tiles.runs(analysis) or not misaligned.fits(analysis):
+        return plain
     few = (replace(s, programs=s.programs and 8) for s in plain)
-    forms = (misaligned.form_of(analysis, s) for s in few) if misaligned.fits(analysis) else ()
+    forms = (misaligned.form_of(analysis, s) for s in few)
     return tuple(dict.fromkeys(s for s in forms if s is not None)) or plain
 
 
