@@ -137,7 +137,7 @@ def build(
         for a, schedule in zip(analyses, schedules, strict=True)
     )
     scheduled = list(zip(analyses, schedules, strict=True))
-    placements = [s if isinstance(s, Placement) else placement_of(a, s) for a, s in scheduled]
+    placements = [_placement_of(a, s) for a, s in scheduled]
     splits = [
         split_of(a, s, placement, numbers, tickets)
         for (a, s), placement in zip(scheduled, placements, strict=True)
@@ -154,19 +154,22 @@ def build(
     if any(s.splits > 1 for s in schedules):
         constants = None
 
-    def part(a: Analysis, s: Schedule | Placement, split: Split, named: Mapping[str, Buffer]) -> Part:
+    def part(
+        a: Analysis, s: Schedule | Placement, placement: Placement, split: Split, named: Mapping[str, Buffer]
+    ) -> Part:
         if isinstance(s, Placement):
             return _Placed(a, s, signature, scratch, split, constants)
-        return _Assembly(a, s, signature, scratch, split, named, constants)
+        return _Assembly(a, s, signature, scratch, split, placement, named, constants)
 
     main = [
-        part(a, s, split, buffers)
-        for (a, s), split, buffers in zip(scheduled, splits, named, strict=True)
+        part(a, s, placement, split, buffers)
+        for (a, s), placement, split, buffers in zip(scheduled, placements, splits, named, strict=True)
     ]
     after = [
-        part(Analysis(loops), schedule, Split({}, (), {}, loops.stores), {})
+        part(a, schedule, _placement_of(a, schedule), Split(stores=loops.stores), {})
         for split in splits
         for loops, schedule in split.stages
+        for a in (Analysis(loops),)
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
@@ -183,6 +186,10 @@ def build(
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if misaligned else 0,
         early=any(s.early for s in schedules),
     )
+
+
+def _placement_of(a: Analysis, s: Schedule | Placement) -> Placement:
+    return s if isinstance(s, Placement) else placement_of(a, s)
 
 
 def _kernels(parts: list[Part], name: str, doc: str) -> list[Kernel]:
@@ -325,7 +332,7 @@ class _Part(ABC, Generic[S]):
         last = self.split.last
         if last is None:
             return []
-        inner = Split({}, (), {}, last.loops.stores)
+        inner = Split(stores=last.loops.stores)
         part = _Placed(Analysis(last.loops), last.placement, self.signature, self.scratch, inner)
         parameters = [Name("block")] if last.blocks else []
         body, _ = part.emitter(FROM_L2).program(parameters[0] if parameters else FIRST, inner)
@@ -389,13 +396,13 @@ class _Assembly(_Part[Schedule]):
         signature: Signature,
         scratch: tuple[Buffer, ...],
         split: Split,
+        placement: Placement,
         named: Mapping[str, Buffer],
         constants: frozenset[str] | None = None,
     ) -> None:
         super().__init__(analysis, schedule, signature, scratch, split, constants)
-        self.named = named
+        self.placement, self.named = placement, named
         self.registers = tile_registers(analysis, schedule)
-        self.placement = placement_of(analysis, schedule)
 
     def program(
         self, name: str, number: Expression

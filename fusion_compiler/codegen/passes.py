@@ -192,7 +192,7 @@ def launched_dependently(
     The program may run while earlier kernels still run. Returns the statements.
     constants: pointers to memory that no kernel or call of the graph writes, at fixed addresses.
     pointers: all pointers of the program.
-    turns: peel so many iterations of a loop (`Schedule.early`), so that they also load constants early.
+    turns: peel so many iterations of a loop (`Placement.early`), so that they also load constants early.
 
     Programs let the next kernel start at once, so programs of several successive kernels may be on the
     device. Before they wait, they load constants and do nothing else with memory. A wait ends when the

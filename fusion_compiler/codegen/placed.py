@@ -81,7 +81,7 @@ from fusion_compiler.ir.syntax import (
 from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, operand_of
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import Leaf, Place, Stage
+from fusion_compiler.schedule.placement import Leaf, Place
 
 aten = torch.ops.aten
 ALL = aten.logical_and.default
@@ -132,9 +132,8 @@ class Emitter:
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
         self.needed = set[int]()  # nodes of which the program stores something
-        self.ready = frozenset[int]()  # nodes that another function has computed
+        self.ready: Mapping[int, Var] = {}  # nodes that another function has computed
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
-        self.in_turns = placement.combined(Stage.TURN)
         self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
 
     @property
@@ -945,7 +944,7 @@ class Emitter:
             same = placed(self.where.reduced_by(node), Place.LOOP) == around
             if not same or self.block_of(n) != home or not self.is_open(self.depends[n]):
                 continue
-            read = with_operands(self.loops, operands_of(node), self.ready) - self.ready
+            read = with_operands(self.loops, operands_of(node), self.ready) - self.ready.keys()
             if not self.reductions.isdisjoint(read):
                 continue
             chosen.append(n)
@@ -960,23 +959,15 @@ class Emitter:
         if (term := self.term(number, node)) is not None:
             self.add(monoids.step(node, cast(Var, state.value), term.value))
 
-    def in_turn(self, number: int) -> list[Leaf]:
-        """Return the lanes over which each turn of a loop reduces: those of other axes than the innermost,
-        of which it reduces words. Without a loop there are none."""
-        reduced = self.where.reduced_by(self.reduction(number))
-        if not self.combines_in_turns(number) or not placed(reduced, Place.LOOP):
-            return []
-        return [leaf for leaf in placed(reduced, Place.LANES) if leaf != self.lanes[-1]]
-
-    def combines_in_turns(self, number: int) -> bool:
-        """True if the placement has `combine(r, TURN)` for a reduction."""
-        return self.loops.names[number] in self.in_turns
+    def in_turn(self, number: int) -> Sequence[Leaf]:
+        """Return the lanes over which each turn of a loop reduces."""
+        return ()
 
     def join_key(self, number: int) -> object:
         """Return what sums have in common that threads exchange at once; None of others. While they do, a
         program's other values occupy registers, of which a single program has enough."""
-        is_single = not self.where.grid and self.a.is_sum(number)
-        return self.reduction(number).axes if is_single or self.combines_in_turns(number) else None
+        is_joined = not self.where.grid and self.a.is_sum(number)
+        return self.reduction(number).axes if is_joined else None
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""

@@ -14,7 +14,7 @@ is less than eager's own roundings; what a matrix holds in fewer bits goes in as
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -44,14 +44,13 @@ class ProductEmitter(WordEmitter):
     products: these sums, with their factors.
     factors: by the node of its load, each factor whose numbers bfloat16 holds, with its axes.
     flat: the matrices whose tiles have no other dimensions.
-    replicated, call: the results of a function that each program calls (`codegen.replicated`), and its call.
+    call: that of a function which computes what is `ready` (`codegen.replicated`).
     """
 
     def __init__(self, nest: PlacedNest) -> None:
         super().__init__(nest)
         self.products = products_of(self.loops, self.placement, self.where)
         self.factors: dict[int, tuple[int, Leaf, Leaf]] = {}
-        self.replicated: Mapping[int, Var] = {}
         self.call: Expression | None = None
         self.rests: dict[object, Var] = {}  # by product, the sums of what bfloat16 leaves out
         self.flat = frozenset(of.matrix for of in self.products.values() if not self._is_reduced(of.matrix))
@@ -150,8 +149,8 @@ class ProductEmitter(WordEmitter):
         else:
             terms = frozenset[int]().union(*(self.reduction(n).axes for n in self.reductions))
             self.load_plain(n for n in self.needed if not self.node_axes[n].isdisjoint(terms))
-            self.add(Assign(tuple(self.replicated.values()), self.call))
-            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.replicated.items()}
+            self.add(Assign(tuple(self.ready.values()), self.call))
+            self.scopes[0].tiles |= {self.key(n): Tile(result) for n, result in self.ready.items()}
 
     # -- factors -------------------------------------------------------------------------------------------
 

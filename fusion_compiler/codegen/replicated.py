@@ -76,5 +76,4 @@ class Replicated:
     def enter(self, caller: ProductEmitter, inner: RowEmitter, call: Expression) -> None:
         """Let an emitter call the function behind its first loads."""
         names = {n: inner.variable_of(inner.tile(self.numbers[n])).base for n in self.results}
-        caller.replicated, caller.call = {n: Var(name) for n, name in names.items()}, call
-        caller.ready = frozenset(names)
+        caller.ready, caller.call = {n: Var(name) for n, name in names.items()}, call

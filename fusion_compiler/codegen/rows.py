@@ -260,8 +260,7 @@ class RowEmitter(RowTiles):
             return self.reduced_ragged(number, node)
         if ROWS in self.a.reduced_groups(number):
             term = self.term(number, node)
-            is_joined = self.a.is_sum(number)
-            join_key = ("rows", self.a.groups[node.operand]) if is_joined else None
+            join_key = ("rows", self.a.groups[node.operand]) if self.a.is_sum(number) else None
             return self.folded(number, node, term or self.started(number), f"col_{node.combine}", join_key)
         moment, width = self.a.moments.get(number), self.a.size(COLS)
         if moment is not None and not is_exact(self.loops, self.dtypes, moment[0], width):

@@ -87,8 +87,8 @@ class Split:
     a second kernel.
     """
 
-    partials: Mapping[str, Buffer]
-    stages: tuple[Stage, ...]
+    partials: Mapping[str, Buffer] = field(default_factory=dict[str, Buffer])
+    stages: tuple[Stage, ...] = ()
     kept: Mapping[int, Partial] = field(default_factory=dict[int, Partial])
     stores: tuple[Store, ...] = ()
     last: LastStage | None = None

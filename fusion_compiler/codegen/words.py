@@ -19,7 +19,7 @@ would then move the products between threads. Thus the matrix is loaded by words
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
@@ -31,7 +31,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, Reduce, operands_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, times, tl
 from fusion_compiler.schedule.placed_axes import placed
-from fusion_compiler.schedule.placement import Leaf, On, Place
+from fusion_compiler.schedule.placement import Leaf, On, Place, Stage
 from fusion_compiler.schedule.schedule import WORD
 from fusion_compiler.schedule.shapes import are_apart
 
@@ -39,11 +39,13 @@ from fusion_compiler.schedule.shapes import are_apart
 class WordEmitter(Emitter):
     """Emits a nest in which turns of a loop may reduce what threads load.
 
-    word: the elements that a thread loads together. of_bytes: the loads of matrices that say so.
+    in_turns: the names of these reductions. word: the elements that a thread loads together. of_bytes: the
+    loads of matrices that say so.
     """
 
     def __init__(self, nest: PlacedNest) -> None:
         super().__init__(nest)
+        self.in_turns = self.placement.combined(Stage.TURN)
         self.of_bytes, self.word = frozenset[Load](), 1
         if not self.lanes or not any(map(self.combines_in_turns, self.reductions)):
             return
@@ -55,6 +57,21 @@ class WordEmitter(Emitter):
         if any(self.dtypes[load.buffer].itemsize == 2 for load in along):
             bytes_ = (m for m in matrices if self.dtypes[m.buffer].itemsize == 1)
             self.of_bytes = frozenset(m for m in bytes_ if self._is_contiguous(m))
+
+    def combines_in_turns(self, number: int) -> bool:
+        """True if the placement has `combine(r, TURN)` for a reduction."""
+        return self.loops.names[number] in self.in_turns
+
+    def in_turn(self, number: int) -> Sequence[Leaf]:
+        """Return the lanes over which each turn of a loop reduces: those of other axes than the innermost,
+        of which it reduces words. Without a loop there are none."""
+        reduced = self.where.reduced_by(self.reduction(number))
+        if not self.combines_in_turns(number) or not placed(reduced, Place.LOOP):
+            return ()
+        return [leaf for leaf in placed(reduced, Place.LANES) if leaf != self.lanes[-1]]
+
+    def join_key(self, number: int) -> object:
+        return self.reduction(number).axes if self.combines_in_turns(number) else super().join_key(number)
 
     def started(self, number: int) -> Tile:
         with self._in_words(number):
@@ -136,14 +153,19 @@ class WordEmitter(Emitter):
     def term(self, number: int, node: Reduce) -> Tile | None:
         """Return a reduction's operand, or what the terms of each word come to; None if they add nothing."""
         word, shared = self._word_of(number), self._shared(number)
-        if word == 1 or (node.combine == "sum" and self.is_dead(node.operand)):
-            return super().term(number, node)
-        leaf, tiles = self.lanes[-1], [self.typed(n) for n in self._varying(node.operand, shared)]
-        term = self.masked(node, self.joined(times(*(tile.value for tile in tiles)), *tiles))
+        term = self._unshared(node, shared) if shared else super().term(number, node)
+        if word == 1 or term is None:
+            return term
+        leaf = self.lanes[-1]
         shape = (*self.shape(term.lanes).items[:-1], Literal(leaf.lanes // word), Literal(word))
         total = monoids.fold(node, tl.reshape(term.value, Items(shape)), len(shape) - 1, keep=False)
         lanes = term.lanes - {leaf} | {_words(leaf, word)}
         return Tile(times(total, *(self._factor(n, word) for n in shared)) if shared else total, lanes, True)
+
+    def _unshared(self, node: Reduce, shared: Collection[int]) -> Tile:
+        """Return a reduction's operand without some of its factors."""
+        tiles = [self.tile(n) for n in self._varying(node.operand, shared)]
+        return self.masked(node, self.joined(times(*(tile.value for tile in tiles)), *tiles))
 
     def _shared(self, number: int) -> tuple[int, ...]:
         """Return the factors of the terms that have one value per word, and are loaded once per word."""

@@ -12,6 +12,8 @@ If neighbours in memory are terms of different sums, a program has whole sectors
 has too few rows to keep a device busy. Then programs share the terms as well:
 
     split(n, 64); split(k, 128); place(n.o, GRID); place(k.o, GRID); ...; combine(y, LAST)
+
+Threads multiply one row or two. A thread adds up the terms of each word that it loads: `combine(y, TURN)`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, product
-from fusion_compiler.ir.loops import Load, LoopNest
+from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.schedule.placement import (
     At,
     Directive,
@@ -53,7 +55,7 @@ class Tile:
 
     warps: of 32 threads. part: the terms of a program, where programs share them.
     early: turns of the loop whose part of the matrix is loaded before the kernel waits for its predecessors.
-    in_turn: each turn of the loop adds up what a thread has of it.
+    in_turn: each turn of the loop adds up what a thread loads in it.
     """
 
     rows: int
@@ -102,7 +104,8 @@ UNDIVIDED = 4 * WORD, 2 * WORD  # rows of programs that have all terms: two or f
 TURNED_WORDS = 8  # words of a thread's tile, all of which it loads at once
 MOST_WARPS = 16
 FEW_WARPS, TURN_WARPS = 8, 4  # of threads that multiply: warps with all terms, and warps that loop over them
-# The same for threads, which go through the terms in a loop and have one word of each.
+# (terms, rows, warps, programs for each multiprocessor) of threads that go through the terms of many sums in
+# a loop, and have one word of each term.
 BY_THREADS = ((8, 256, 1, 4), (8, 512, 2, 2), (4, 256, 1, 8), (16, 256, 1, 2))
 
 
@@ -121,8 +124,7 @@ def placements(
     if products.is_turned:
         tiles = _turned_by_threads(products, device)
     else:
-        loads = (node for node in loops.nodes if isinstance(node, Load))
-        itemsize = min(itemsizes[load.buffer] for load in loads if len(load.index.terms) > 1)
+        itemsize = min(itemsizes[name] for name in products.buffers)
         tiles = _along_by_threads(loops, products, itemsize, device)
     by_turn = tuple(In(name, Stage.TURN) for name in _shared_reductions(loops, products))
     threads = [

@@ -25,6 +25,7 @@ from fusion_compiler.ir.loops import (
     Compute,
     Constant,
     Coordinate,
+    Index,
     InRange,
     Load,
     LoopNest,
@@ -72,7 +73,8 @@ def sums_of_products(loops: LoopNest) -> dict[int, tuple[int, int]]:
 class Products:
     """The products of a nest, which have the same axes.
 
-    sums: their numbers. matrices: those of their matrices.
+    sums: their numbers. matrices: those of their matrices. buffers: the names of what holds the elements of
+    matrices.
     few: the axes that only the factors with few rows have. wide: an axis that only the matrices have: the
     one along which neighbours in memory lie, or the longest one. terms: the axes that the products reduce.
     is_turned: neighbours in memory lie along `wide`, and not along `terms`.
@@ -83,6 +85,7 @@ class Products:
 
     sums: tuple[int, ...]
     matrices: frozenset[int]
+    buffers: frozenset[str]
     few: tuple[int, ...]
     wide: int
     terms: tuple[int, ...]
@@ -92,64 +95,42 @@ class Products:
 
     @classmethod
     def of(cls, loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> Products | None:
-        """Return the products of a nest, or None if it has none, or reduces what they come to over other axes
-        than their rows, or multiplies a turned matrix by what waits for more terms than a program holds."""
+        """Return the products of a nest.
+
+        Return None if the nest has none, stores or reduces what programs of products do not have, or
+        multiplies a turned matrix by what waits for more terms than a program holds.
+        """
         sums = sums_of_products(loops)
         if not sums or axes_in(loops.axes, (RAGGED,)) or any(isinstance(node, Scan) for node in loops.nodes):
             return None
         varies, sizes = axes_of(loops.nodes), [max(0, hint(axis.size, hints)) for axis in loops.axes]
-        is_static = [isinstance(axis.size, int) for axis in loops.axes]
-
-        def rank(axes: frozenset[int]) -> tuple[bool, bool, int]:
-            """Return a number that is the less, the likelier these are the axes of few rows. A number of rows
-            that is only known at run time has an upper bound, which the planner has checked."""
-            size, are_static = prod(sizes[k] for k in axes), all(is_static[k] for k in axes)
-            return not (are_static and size <= FEW_ROWS), are_static, size
-
-        inner, matrices = axes_in(loops.axes, (INNER,)), dict[int, int]()
-        axes: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
-        for number, (left, right) in sums.items():
-            first, second = varies[left], varies[right]
-            few, wide = sorted((first - second, second - first), key=rank)
-            matrices[number] = left if wide <= first else right
-            terms = cast(Reduce, loops.nodes[number]).axes
-            if not inner and first & second != terms:
-                return None  # each of several vectors has a matrix of its own
-            axes.add((few, wide, terms))
-        if len(axes) != 1:
+        axes = _axes_of(loops, sums, varies, sizes)
+        if axes is None:
             return None
-        ((few, wide, terms),) = axes
-        if any(not varies[store.value].isdisjoint(terms) for store in loops.stores):
+        few, wide, terms = axes
+        matrices = {n: left if wide <= varies[left] else right for n, (left, right) in sums.items()}
+        read = (loops.nodes[n] for n in with_operands(loops, matrices.values()))
+        loads = [n for n in read if isinstance(n, Load) and _has_both(n.index, varies, wide, terms)]
+        if not loads:  # the matrix is computed, and lies nowhere in memory
             return None
-        if bool(inner) == (prod(sizes[k] for k in few) == 1):  # one row is lowered to rows and columns
-            return None
-        for k in few:
-            sizes[k] = sizes[k] if is_static[k] else FEW_ROWS
-        if not inner <= few | terms:
-            return None
-        for node in loops.nodes:
-            late = not with_operands(loops, operands_of(node)).isdisjoint(matrices)
-            if isinstance(node, Reduce) and not node.axes <= (few if late else few | terms):
-                return None
-        loads = [n for n in with_operands(loops, matrices.values()) if isinstance(loops.nodes[n], Load)]
-        indices = (cast(Load, loops.nodes[n]).index for n in loads if not varies[n].isdisjoint(wide))
-        steps = {term for index in indices for term in index.terms}
+        steps = {term for load in loads for term in load.index.terms}
         adjacent = {k for k, step in steps if k >= 0 and step == 1 and sizes[k] != 1}
         longest = max(wide, key=lambda k: (k in adjacent, sizes[k]))
         is_turned = longest in adjacent and adjacent.isdisjoint(terms)
-        read = with_operands(loops, (o for n in matrices for o in operands_of(loops.nodes[n])))
-        waits = sorted(n for n in read if is_over(loops.nodes[n], terms)) if is_turned else []
+        factors = with_operands(loops, (o for n in matrices for o in operands_of(loops.nodes[n])))
+        waits = sorted(n for n in factors if is_over(loops.nodes[n], terms)) if is_turned else []
         if waits and not _fit_a_program(loops, waits, matrices, varies, prod(sizes[k] for k in terms)):
             return None
         return cls(
             tuple(matrices),
             frozenset(matrices.values()),
+            frozenset(load.buffer for load in loads),
             tuple(k for k in sorted(few) if sizes[k] != 1),
             longest,
             tuple(k for k in sorted(terms) if sizes[k] != 1),
             is_turned,
             frozenset(loops.names[n] for n in waits),
-            tuple(sizes),
+            tuple(FEW_ROWS if k in few and not _is_static(loops, (k,)) else n for k, n in enumerate(sizes)),
         )
 
     def size(self, axes: Iterable[int]) -> int:
@@ -172,6 +153,57 @@ class Products:
         return self.size(self.terms)
 
 
+def _axes_of(
+    loops: LoopNest,
+    sums: Mapping[int, tuple[int, int]],
+    varies: Sequence[frozenset[int]],
+    sizes: Sequence[int],
+) -> tuple[frozenset[int], frozenset[int], frozenset[int]] | None:
+    """Return the axes of the few rows, those of the matrices, and the terms of some products. Return None if
+    the products differ in them, or if the nest reduces or stores along others. sums: as `sums_of_products`
+    returns them. varies: the axes of each node."""
+
+    def rank(axes: frozenset[int]) -> tuple[bool, bool, int]:
+        """Return a number that is the less, the likelier these are the axes of few rows. A number of rows
+        that is only known at run time has an upper bound, which the planner has checked."""
+        size, is_static = prod(sizes[k] for k in axes), _is_static(loops, axes)
+        return not (is_static and size <= FEW_ROWS), is_static, size
+
+    inner = axes_in(loops.axes, (INNER,))
+    forms: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
+    for number, (left, right) in sums.items():
+        first, second, terms = varies[left], varies[right], cast(Reduce, loops.nodes[number]).axes
+        few, wide = sorted((first - second, second - first), key=rank)
+        if not inner and first & second != terms:
+            return None  # each of several vectors has a matrix of its own
+        forms.add((few, wide, terms))
+    if len(forms) != 1:
+        return None
+    ((few, wide, terms),) = forms
+    is_one_row = prod(sizes[k] for k in few) == 1
+    if bool(inner) == is_one_row or not inner <= few | terms:  # one row is lowered to rows and columns
+        return None
+    if any(not varies[store.value].isdisjoint(terms) for store in loops.stores):
+        return None
+    for node in loops.nodes:
+        is_late = not with_operands(loops, operands_of(node)).isdisjoint(sums)
+        if isinstance(node, Reduce) and not node.axes <= (few if is_late else few | terms):
+            return None
+    return few, wide, terms
+
+
+def _is_static(loops: LoopNest, axes: Iterable[int]) -> bool:
+    return all(isinstance(loops.axes[k].size, int) for k in axes)
+
+
+def _has_both(
+    index: Index, varies: Sequence[frozenset[int]], wide: frozenset[int], terms: frozenset[int]
+) -> bool:
+    """True if an index goes along rows of a matrix and along terms, also by the values of nodes."""
+    axes = frozenset[int]().union(*({key} if key >= 0 else varies[~key] for key, _ in index.terms))
+    return not axes.isdisjoint(wide) and not axes.isdisjoint(terms)
+
+
 def _fit_a_program(
     loops: LoopNest,
     waits: Sequence[int],
@@ -188,7 +220,7 @@ def _fit_a_program(
     reduced = frozenset[int]().union(*(node.axes for node in nodes if isinstance(node, Reduce)))
     return (
         width <= MOST_REPLICATED
-        and all(isinstance(loops.axes[k].size, int) for k in reduced)
+        and _is_static(loops, reduced)
         and late.isdisjoint(waits)
         and names.isdisjoint(loops.names[n] for n in others)
         and not any(varies[n] for n in waits)

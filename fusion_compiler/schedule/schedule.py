@@ -17,7 +17,7 @@ class Cols(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a loop nest runs.
+    """A schedule says how a loop nest runs.
 
     block_rows, block_cols: extents of a tile, powers of two.
     cols: how the columns are covered.

@@ -13,7 +13,6 @@ from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
 
-MUL = torch.ops.aten.mul.Tensor
 CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SMALLEST = 16  # rows and terms of a product that tensor cores take
 TALL = 64  # rows of a tile that all warps of a program multiply together

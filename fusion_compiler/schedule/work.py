@@ -44,7 +44,6 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.schedule.products import Products
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
-MUL = torch.ops.aten.mul.Tensor
 # Integer operations on bytes are almost free: they vanish if the bytes become floats (`codegen/bits.py`).
 BYTES = (torch.int8, torch.uint8)
 AND = (torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.bitwise_and.Scalar)
@@ -54,7 +53,6 @@ RIGHT_SHIFTS = (
     torch.ops.aten.bitwise_right_shift.Tensor,
     torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
 )
-
 BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {ROWS: 1, COLS: 2, RAGGED: 0}
 IN_TILES = {COLS: 0, INNER: 2, RAGGED: 0}  # of nests with inner axes, which count as columns

@@ -306,6 +306,19 @@ def test_kernels_wait_before_counters_and_spill_nothing(f: Function, shapes: tup
     assert not compile_for(theirs, "gfx942").spills
 
 
+@pytest.mark.parametrize("shapes", [(1, 2048, 2048), (2, 4096, 4096)])
+def test_a_norms_sums_are_made_once_and_behind_the_loads_of_its_product(shapes: tuple[int, int, int]) -> None:
+    """Threads wait while they are made, and no load passes that."""
+    programs = programs_of(planned(normed, shapes))
+    for program in programs:
+        body = program.kernels[0].source.rpartition("@triton.jit\n")[2]
+        assert body.count("tl.range(") == ("LOOP" in program.schedule), program.schedule
+        before, _, after = body.partition("_first(in0_ptr)")
+        assert after and "tl.range(" not in before, program.schedule
+        assert "LOOP" in program.schedule or before.count("tl.load(") >= 3, program.schedule
+    assert len(programs) >= 4
+
+
 @pytest.mark.parametrize("f", [gelu_and_residual, normed])
 def test_all_rows_stay_in_the_registers_of_those_who_load_them(f: Function) -> None:
     programs = [p for p in programs_of(planned(f, (1, 1024, 3072))) if "place(row, LANES)" in p.schedule]

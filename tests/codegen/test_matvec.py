@@ -236,6 +236,20 @@ def test_matrices_of_a_few_numbers(count: int, width: int) -> None:
     check(lambda x, w: F.linear(x, w) + 1, *linear(2, count, width), kernels=1)
 
 
+def of_sums(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return ((a[::2, None] + b) * x).sum(1)
+
+
+def of_coordinates(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return ((torch.arange(64)[:, None] * torch.arange(300)) % 7 * x).sum(1)
+
+
+@pytest.mark.parametrize("f", [of_sums, of_coordinates], ids=lambda f: f.__name__)
+def test_a_matrix_that_lies_nowhere_is_none(f: Callable[..., Tensor]) -> None:
+    """It is computed of vectors and coordinates, so that nothing is read as matrices are."""
+    check(f, torch.randn(600), torch.randn(300), torch.randn(300), kernels=1)
+
+
 def test_numerics_of_eager_stay_with_the_library() -> None:
     fast = fc.compile(F.linear, backend="interpret", numerics="eager")
     fast(*linear(2, 48, 160))
