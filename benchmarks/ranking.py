@@ -20,11 +20,15 @@ import fusion_compiler as fc
 from benchmarks.case import Case
 from benchmarks.kernels import leaves, run
 from benchmarks.record import figure, table
-from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.cost import Roofline
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import RowTile
+from fusion_compiler.schedule.space import buffers_of, row_tiles, schedules
 
 TUNED = 4  # schedules that the tuner times
 NEAR = 1.05  # times the best: as good
@@ -38,7 +42,7 @@ class Choice:
     case: str
     cluster: str
     times: Mapping[str, float]
-    ranked: tuple[Schedule, ...]
+    ranked: tuple[RowTile | Placement, ...]
 
     @property
     def best(self) -> float:
@@ -85,6 +89,14 @@ def clusters_of(case: Case, device: str) -> Iterator[tuple[str, Canonical]]:
             yield name, key
 
 
+def ranked(loops: LoopNest, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
+    """The tiles of rows and columns of a nest, best first, or the placements of one that has none."""
+    a = Analysis(loops)
+    if not a.in_rows:
+        return schedules(loops, device)
+    return row_tiles(a, Roofline(a, device, buffers_of(loops)))
+
+
 def choices(rows: Sequence[Mapping[str, Any]], cases: Iterable[Case], device: DeviceSpec) -> Iterator[Choice]:
     """The timed clusters that the present code still makes."""
     by_name = {case.name: case for case in cases}
@@ -95,8 +107,8 @@ def choices(rows: Sequence[Mapping[str, Any]], cases: Iterable[Case], device: De
                 timed.setdefault(cluster["cluster"], []).append(cluster)
         for name, key in clusters_of(by_name[row["case"]], device.name):
             if timed.get(name):
-                ranked = schedules_of(key.nests[0], name, device)
-                yield Choice(row["case"], name, dict(timed[name].pop(0)["all"]), ranked)
+                best_first = ranked(key.nests[0], device)
+                yield Choice(row["case"], name, dict(timed[name].pop(0)["all"]), best_first)
 
 
 def summarize(found: Sequence[Choice]) -> Summary:

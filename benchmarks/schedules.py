@@ -31,7 +31,7 @@ from benchmarks.record import Record, environment, figure, reason, table
 from benchmarks.sizes import ALL_CASES
 from benchmarks.timing import Yardstick
 from fusion_compiler.api import Compiler
-from fusion_compiler.codegen.emit import program_of, schedules_of
+from fusion_compiler.codegen.emit import program_of
 from fusion_compiler.ir.canonical import Canonical, describe
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
@@ -43,7 +43,7 @@ from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.grid import grid, neighbours
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.row_tiles import RowTile, placement_of
 
 GAIN = 0.98  # of the best before: worth another round
 CLIMBED = 3  # of the best, whose neighbours are tried
@@ -60,19 +60,19 @@ class Found:
     cost: Any
     reference: Callable[..., tuple[Tensor, ...]]
     arguments: tuple[Any, ...] = ()
-    programs: dict[Schedule, Program | str] = field(default_factory=dict[Schedule, "Program | str"])
+    programs: dict[RowTile, Program | str] = field(default_factory=dict[RowTile, "Program | str"])
 
     @functools.cached_property
-    def candidates(self) -> tuple[Schedule, ...]:
+    def candidates(self) -> tuple[RowTile, ...]:
         """The tuner's, the model's first choice first."""
-        return schedules_of(self.key.nests[0], self.name, self.device)[: ranking.TUNED]
+        return ranking.ranked(self.key.nests[0], self.device)[: ranking.TUNED]
 
     @functools.cached_property
-    def grid(self) -> tuple[Schedule, ...]:
+    def grid(self) -> tuple[RowTile, ...]:
         whole = grid(Analysis(self.key.nests[0]), self.device)
         return tuple(dict.fromkeys((*self.candidates, *whole)))
 
-    def program(self, schedule: Schedule) -> Program | str:
+    def program(self, schedule: RowTile) -> Program | str:
         """The program under a schedule of the first loop nest, or why there is none."""
         if schedule not in self.programs:
             try:
@@ -81,9 +81,12 @@ class Found:
                 self.programs[schedule] = reason(error)
         return self.programs[schedule]
 
-    def _built(self, schedule: Schedule) -> Program:
+    def _built(self, schedule: RowTile) -> Program:
         buffers = {b.name: b for b in self.key.buffers}
-        return program_of(self.key.nests, schedule, self.name, self.doc, buffers, self.device)
+        placement = schedule
+        if isinstance(schedule, RowTile):
+            placement = placement_of(Analysis(self.key.nests[0]), schedule)
+        return program_of(self.key.nests, placement, self.name, self.doc, buffers, self.device)
 
 
 class Capturing(Compiler):
@@ -182,10 +185,10 @@ class Search:
     found: Found
     clock: Clock
     limit: int
-    times: dict[Schedule, float] = field(default_factory=dict[Schedule, float])
-    failed: dict[Schedule, str] = field(default_factory=dict[Schedule, str])
+    times: dict[RowTile, float] = field(default_factory=dict[RowTile, float])
+    failed: dict[RowTile, str] = field(default_factory=dict[RowTile, str])
 
-    def first_round(self) -> tuple[Schedule, ...]:
+    def first_round(self) -> tuple[RowTile, ...]:
         """The tuner's candidates and a sample of the grid, the same every time."""
         rest = [s for s in self.found.grid if s not in self.found.candidates]
         sample = random.Random(0).sample(rest, min(self.limit, len(rest)))
@@ -195,8 +198,8 @@ class Search:
         """Compiles the first round."""
         self.clock.compile([p for s in self.first_round() if isinstance(p := self.found.program(s), Program)])
 
-    def measure(self, schedules: Iterable[Schedule]) -> None:
-        programs: dict[Schedule, Program] = {}
+    def measure(self, schedules: Iterable[RowTile]) -> None:
+        programs: dict[RowTile, Program] = {}
         for schedule in schedules:
             program = self.found.program(schedule)
             if isinstance(program, Program):
@@ -225,7 +228,7 @@ class Search:
             if best > GAIN * before:
                 return
 
-    def error(self, best: Schedule) -> float:
+    def error(self, best: RowTile) -> float:
         """Largest difference of a schedule's results to ATen's, relative to the largest value."""
         program = self.found.program(best)
         assert isinstance(program, Program), "it has been timed"

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.utils._pytree import tree_map
 
+from benchmarks import ranking
 from fusion_compiler.api import Compiler
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
@@ -28,11 +29,12 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner
-from fusion_compiler.schedule import looped, misaligned, space, tiles
+from fusion_compiler.schedule import looped, misaligned, space
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 
-Schedules = Callable[[LoopNest, str, DeviceSpec], tuple[Schedule, ...]]
+Schedules = Callable[[LoopNest, str, DeviceSpec], tuple[RowTile | Placement, ...]]
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Compiled:
     def _stage(self, numbers: Any, phase: Phase, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
         info = GraphInfo(f"g{next(numbers)}.{phase}", phase, (), outputs)
-        with patch.object(emit, "schedules_of", self.schedules):
+        with patch.object(emit, "schedules_of", placing(self.schedules)):
             run = self.compiler.graph(gm, inputs, info)
         for runner in self.compiler.runners.values():
             runner.schedule = min(self.schedule, len(runner.candidates) - 1)
@@ -93,17 +95,32 @@ def fall_back(runners: Iterable[Runner]) -> None:
         runner._enter(runner.fallback)
 
 
-def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def placing(schedules: Schedules) -> Callable[[LoopNest, str, DeviceSpec], tuple[Placement, ...]]:
+    """The same schedules, all of them as placements."""
+
+    def placed(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
+        return placements(loops, *schedules(loops, name, device))
+
+    return placed
+
+
+def placements(loops: LoopNest, *schedules: RowTile | Placement) -> tuple[Placement, ...]:
+    """Some tiles of rows and columns as placements; placements are what they are."""
+    a = Analysis(loops)
+    return tuple(placement_of(a, s) if isinstance(s, RowTile) else s for s in schedules)
+
+
+def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """Blocks of two rows and four columns, and three programs, for every kind that fits, so that small
     tensors meet every loop, mask and partial sum: one of each kind that the program allows.
 
     Wide rows are cut into at most 256 blocks. Nests under placements have small tiles as they are.
     """
     analysis = Analysis(loops)
-    if tiles.runs(analysis):
+    if not analysis.in_rows:
         return schedules_of(loops, name, device)
     few = max(4, 1 << (hint(analysis.size(COLS)) // 256).bit_length())
-    kinds: dict[Schedule, None] = {}
+    kinds: dict[RowTile, None] = {}
     along = any(COLS in analysis.reduced_groups(i) for i in analysis.reductions)
     for kind in space.KINDS:
         if not space.fits(kind, analysis, device):
@@ -113,22 +130,22 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, .
                 continue  # see below; only what goes through a row knows the columns of a loop
             cols = s.block_cols if s.cols is Cols.WHOLE else min(s.block_cols, few)
             programs = None if s.programs is None else 3
-            kinds[Schedule(min(s.block_rows, 2), cols, s.cols, programs)] = None
+            kinds[RowTile(min(s.block_rows, 2), cols, s.cols, programs)] = None
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
     if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
-        kinds[Schedule(1, half, Cols.WHOLE, 3, splits=2)] = None
+        kinds[RowTile(1, half, Cols.WHOLE, 3, splits=2)] = None
         if space.fits(looped, analysis, device):
-            kinds[Schedule(1, few, Cols.LOOP, splits=3)] = None
-            kinds[Schedule(1, half, Cols.WHOLE, splits=2)] = None
+            kinds[RowTile(1, few, Cols.LOOP, splits=3)] = None
+            kinds[RowTile(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)
 
 
-def misaligned_forms(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def misaligned_forms(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """Misaligned forms of schedules, of tiles too narrow for the tuner to choose; others where none is."""
-    analysis, plain = Analysis(loops), schedules_of(loops, name, device)
-    if tiles.runs(analysis) or not misaligned.fits(analysis):
-        return plain
-    few = (replace(s, programs=s.programs and 8) for s in plain)
+    analysis, plain = Analysis(loops), ranking.ranked(loops, device)
+    if not analysis.in_rows or not misaligned.fits(analysis):
+        return schedules_of(loops, name, device)
+    few = (s._replace(programs=s.programs and 8) for s in plain if isinstance(s, RowTile))
     forms = (misaligned.form_of(analysis, s) for s in few)
     return tuple(dict.fromkeys(s for s in forms if s is not None)) or plain
 

@@ -24,9 +24,11 @@ from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.schedule.analysis import Analysis, Schedule
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.grid import grid
+from fusion_compiler.schedule.row_tiles import RowTile
 from tests import golden_cases
+from tests.exactness import placements
 
 DEVICE = device_spec(golden_cases.DEVICE)
 SAMPLE = 40  # schedules of each nest
@@ -82,9 +84,10 @@ def programs(plan: FusionPlan, seen: set[Canonical]) -> Iterator[tuple[str, str]
             yield f"{plan.name} {cluster.name} {schedule}", text_of(key, schedule, cluster.name, buffers)
 
 
-def text_of(key: Canonical, schedule: Schedule, name: str, buffers: dict[str, object]) -> str:
+def text_of(key: Canonical, tile: RowTile, name: str, buffers: dict[str, object]) -> str:
     try:
-        program = build(Nests(key.nests, buffers), (schedule,), name, "")  # type: ignore[arg-type]
+        (placement,) = placements(key.nests[0], tile)
+        program = build(Nests(key.nests, buffers), (placement,), name, "")  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     kernels = (f"{k.grid} {k.num_warps} {k.registers}\n{k.source}" for k in program.kernels)

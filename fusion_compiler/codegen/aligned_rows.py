@@ -28,7 +28,7 @@ from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
 from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
-from fusion_compiler.schedule.schedule import WORD
+from fusion_compiler.schedule.shapes import WORD
 
 
 class AlignedRowEmitter(RowEmitter):

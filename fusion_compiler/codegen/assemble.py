@@ -6,11 +6,9 @@ Tile programs that do not depend on each other share a launch, in which each pro
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import sympy
 import torch
@@ -51,15 +49,13 @@ from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.registers import tile_registers
-from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
-from fusion_compiler.schedule.schedule import WORD, Schedule
-from fusion_compiler.schedule.verifier import placed_registers
+from fusion_compiler.schedule.run import Run
+from fusion_compiler.schedule.shapes import WORD
 
 # With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
 NOTHING: Mapping[int, int] = {}
-NO_OPTIONS: Mapping[str, Expression] = {}
+NO_BUFFERS: Mapping[str, Buffer] = {}
 # Options of loads of what other programs have stored: the L1 cache may hold older lines.
 FROM_L2: Mapping[str, Expression] = {"cache_modifier": Literal(".cg")}
 FIRST = Literal(0)  # the number of the only program
@@ -112,7 +108,7 @@ class Nests:
 
 def build(
     nests: Nests,
-    schedules: tuple[Schedule | Placement, ...],
+    placements: tuple[Placement, ...],
     name: str,
     doc: str,
     constants: frozenset[str] | None = None,
@@ -127,54 +123,34 @@ def build(
     """
     name = f"{name}_" if name in GLOBAL else name
     signature = nests.signature
-    analyses = [
-        (nests.in_passes if schedule.in_passes else nests.analyses)[position]
-        for position, schedule in enumerate(schedules)
-    ]
     numbers, tickets = itertools.count(), itertools.count()
-    schedules = tuple(
-        schedule if isinstance(schedule, Placement) else without_idle_programs(a, schedule)
-        for a, schedule in zip(analyses, schedules, strict=True)
-    )
-    scheduled = list(zip(analyses, schedules, strict=True))
-    placements = [_placement_of(a, s) for a, s in scheduled]
-    splits = [
-        split_of(a, s, placement, numbers, tickets)
-        for (a, s), placement in zip(scheduled, placements, strict=True)
+    runs = [Run(a, placement) for a, placement in zip(nests.analyses, placements, strict=True)]
+    runs = [
+        Run(nests.in_passes[i], run.placement) if run.in_passes else run for i, run in enumerate(runs)
     ]
-    named = [
-        {**split.partials, **mailboxes(a, s, i)}
-        for i, ((a, s), split) in enumerate(zip(scheduled, splits, strict=True))
-    ]
+    splits = [split_of(run, numbers, tickets) for run in runs]
+    mail = [mailboxes(run, position) for position, run in enumerate(runs)]
     last = (split.last for split in splits if split.last is not None)
     scratch = (
-        *(b for named_buffers in named for b in named_buffers.values()),
+        *(b for split, boxes in zip(splits, mail, strict=True) for b in {**split.partials, **boxes}.values()),
         *(stage.counter for stage in last),
     )
-    if any(s.splits > 1 for s in schedules):
+    if any(run.parts > 1 for run in runs):
         constants = None
-
-    def part(
-        a: Analysis, s: Schedule | Placement, placement: Placement, split: Split, named: Mapping[str, Buffer]
-    ) -> Part:
-        if isinstance(s, Placement):
-            return _Placed(a, s, signature, scratch, split, constants)
-        return _Assembly(a, s, signature, scratch, split, placement, named, constants)
-
     main = [
-        part(a, s, placement, split, buffers)
-        for (a, s), placement, split, buffers in zip(scheduled, placements, splits, named, strict=True)
+        Part(run, signature, scratch, split, {**split.partials, **boxes}, constants)
+        for run, split, boxes in zip(runs, splits, mail, strict=True)
     ]
     after = [
-        part(a, schedule, _placement_of(a, schedule), Split(stores=loops.stores), {})
+        Part(run, signature, scratch, Split(stores=run.a.loops.stores), constants=constants)
         for split in splits
-        for loops, schedule in split.stages
-        for a in (Analysis(loops),)
+        for loops, placement in split.stages
+        for run in (Run(Analysis(loops), placement),)
     ]
     kernels = _kernels(main, name, doc)
     kernels += _kernels(after, f"{name}_finish", f"The partial results of {name}, summed.")
-    text = " beside ".join(dict.fromkeys(str(part.placement) for part in main))
-    misaligned = any(s.misaligned for s in schedules)
+    text = " beside ".join(dict.fromkeys(map(str, placements)))
+    misaligned = any(placement.misaligned for placement in placements)
     return Program(
         tuple(kernels),
         signature.inputs,
@@ -184,12 +160,8 @@ def build(
         signature.derived,
         text,
         word=WORD * max((b.dtype.itemsize for b in signature.inputs), default=0) if misaligned else 0,
-        early=any(s.early for s in schedules),
+        early=any(placement.early for placement in placements),
     )
-
-
-def _placement_of(a: Analysis, s: Schedule | Placement) -> Placement:
-    return s if isinstance(s, Placement) else placement_of(a, s)
 
 
 def _kernels(parts: list[Part], name: str, doc: str) -> list[Kernel]:
@@ -215,14 +187,14 @@ def _may_share_launch(one: Part, other: Part) -> bool:
     A part that needs few registers would therefore have fewer programs on a multiprocessor, unless the launch
     needs at most `ENOUGH_REGISTERS`. Programs that wait for each other have a launch to themselves.
     """
-    fewer, more = sorted((one.registers, other.registers))
-    same_launch = one.s.num_warps == other.s.num_warps and one.s.splits == other.s.splits == 1
+    fewer, more = sorted((one.run.registers, other.run.registers))
+    same_launch = one.placement.num_warps == other.placement.num_warps and one.parts == other.parts == 1
     return same_launch and more <= max(ENOUGH_REGISTERS, 2 * fewer)
 
 
 def _kernel(parts: list[Part], name: str, doc: str) -> Kernel:
     """Return the kernel of one launch, in which each part has a contiguous range of the grid."""
-    warps, stages = parts[0].s.num_warps, max(part.s.num_stages for part in parts)
+    warps, stages = parts[0].placement.num_warps, max(part.placement.num_stages for part in parts)
     if len(parts) == 1:
         functions, body, grid = parts[0].program(name, tl.program_id(0))
         return parts[0].kernel(name, doc, functions, body, grid, warps, stages)
@@ -244,15 +216,15 @@ def _kernel(parts: list[Part], name: str, doc: str) -> Kernel:
     return parts[0].kernel(name, doc, functions, body, (end,), warps, stages)
 
 
-def mailboxes(analysis: Analysis, schedule: Schedule | Placement, position: int) -> dict[str, Buffer]:
+def mailboxes(run: Run, position: int) -> dict[str, Buffer]:
     """Return the scratch of programs that share rows: a buffer for each message, [rows, receivers, senders].
 
     The keys are the names that the builder uses. position: that of the loop nest in its cluster.
     """
-    if schedule.splits == 1:
+    if run.parts == 1:
         return {}
-    shape = (analysis.size(ROWS), schedule.splits, schedule.splits)
-    names = [mailbox(message) for message in messages(analysis)]
+    shape = (run.a.size(ROWS), run.parts, run.parts)
+    names = [mailbox(message) for message in messages(run.a)]
     return {
         name: Buffer(
             f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True
@@ -261,29 +233,24 @@ def mailboxes(analysis: Analysis, schedule: Schedule | Placement, position: int)
     }
 
 
-S = TypeVar("S", Schedule, Placement)
+class Part:
+    """A part of a kernel is the tile program of one loop nest under its placement, with the parameters that
+    kernels may take.
 
-
-class _Part(ABC, Generic[S]):
-    """A part of a kernel is one loop nest under its schedule, with the parameters that kernels may take.
-
-    registers: the registers a thread that the tiles need.
+    named: buffers by the names that the emitter uses, where these are not their own.
     """
-
-    registers: float
-    placement: Placement
 
     def __init__(
         self,
-        analysis: Analysis,
-        schedule: S,
+        run: Run,
         signature: Signature,
         scratch: tuple[Buffer, ...],
         split: Split,
-        constants: frozenset[str] | None,
+        named: Mapping[str, Buffer] = NO_BUFFERS,
+        constants: frozenset[str] | None = None,
     ) -> None:
-        self.a, self.s, self.split, self.constants = analysis, schedule, split, constants
-        self.signature, self.scratch = signature, scratch
+        self.run, self.a, self.placement, self.parts = run, run.a, run.placement, run.parts
+        self.signature, self.scratch, self.split, self.constants = signature, scratch, split, constants
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
         for role, buffers in (
@@ -301,15 +268,32 @@ class _Part(ABC, Generic[S]):
             self.parameters[f"size {symbol.name}"] = Argument(
                 symbol.name, Role.SIZE, i, torch.int64, aligned=False
             )
-
         self.pointers = {b: Name(p.name) for b, p in self.parameters.items()}
+        self.pointers |= {name: self.pointers[buffer.name] for name, buffer in named.items()}
         self.dtypes = {b: p.dtype for b, p in self.parameters.items()}
 
-    @abstractmethod
     def program(
         self, name: str, number: Expression
     ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
         """Return (functions that the body calls, body, grid). number: the program's number in the grid."""
+        emitter = self.emitter()
+        functions = self.replicated(emitter, f"{name}_first") if isinstance(emitter, ProductEmitter) else []
+        body, grid = emitter.program(number, self.split)
+        functions += self.last_program(emitter, f"{name}_last")
+        return functions, self.finished(rewritten(body, self.roundings())), grid
+
+    def emitter(self) -> Emitter:
+        kind = ProductEmitter
+        if self.run.in_rows:
+            of_rows = SegmentEmitter if self.a.segmented else RowEmitter
+            kind = AlignedRowEmitter if self.placement.word else of_rows
+        return kind(PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty))
+
+    def roundings(self) -> Mapping[int, int]:
+        """Return what `stored_early` may move: no stores of misaligned rows, of passes or of other tiles."""
+        if not self.run.in_rows or self.placement.word or self.run.in_passes:
+            return NOTHING
+        return roundings(self.a, self.a.loops.stores)
 
     def finished(self, body: list[Statement]) -> list[Statement]:
         """Return a body with the last rewrites: `stored_late`, and `launched_dependently` where allowed."""
@@ -319,7 +303,7 @@ class _Part(ABC, Generic[S]):
             return body
         pointers = frozenset(b for b, p in self.parameters.items() if p.role is not Role.SIZE)
         constant = frozenset(map(self.name, pointers & self.constants))
-        return launched_dependently(body, constant, frozenset(map(self.name, pointers)), self.s.early)
+        return launched_dependently(body, constant, frozenset(map(self.name, pointers)), self.placement.early)
 
     def last_program(self, emitter: Emitter, name: str) -> list[Function]:
         """Let the last of the programs that share reductions run their part of the second stage, and set its
@@ -333,9 +317,10 @@ class _Part(ABC, Generic[S]):
         if last is None:
             return []
         inner = Split(stores=last.loops.stores)
-        part = _Placed(Analysis(last.loops), last.placement, self.signature, self.scratch, inner)
+        part = Part(Run(Analysis(last.loops), last.placement), self.signature, self.scratch, inner)
+        nest = PlacedNest(part.a, part.placement, part.pointers, part.dtypes, part.empty, FROM_L2)
         parameters = [Name("block")] if last.blocks else []
-        body, _ = part.emitter(FROM_L2).program(parameters[0] if parameters else FIRST, inner)
+        body, _ = ProductEmitter(nest).program(parameters[0] if parameters else FIRST, inner)
         body, numbers = rewritten(body), [emitter.number_of(last.blocks)] if last.blocks else []
         pointers = part.used(body)
         emitter.add(Do(tl.debug_barrier()))
@@ -380,96 +365,24 @@ class _Part(ABC, Generic[S]):
             grid,
             warps,
             max(1, stages),
-            self.s.splits,
-            self.s.registers,
+            self.parts,
+            self.placement.registers,
             dependent=self.constants is not None,
         )
 
-
-class _Assembly(_Part[Schedule]):
-    """Build the tile program of one loop nest under a schedule of rows and columns."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        schedule: Schedule,
-        signature: Signature,
-        scratch: tuple[Buffer, ...],
-        split: Split,
-        placement: Placement,
-        named: Mapping[str, Buffer],
-        constants: frozenset[str] | None = None,
-    ) -> None:
-        super().__init__(analysis, schedule, signature, scratch, split, constants)
-        self.placement, self.named = placement, named
-        self.registers = tile_registers(analysis, schedule)
-
-    def program(
-        self, name: str, number: Expression
-    ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        emitter = self.emitter()
-        body, grid = emitter.rows_program(number, self.split)
-        functions = self.last_program(emitter, f"{name}_last")
-        return functions, self.finished(rewritten(body, self.roundings())), grid
-
-    def emitter(self, load_options: Mapping[str, Expression] = NO_OPTIONS) -> RowEmitter:
-        kind = RowEmitter
-        if self.s.misaligned:
-            kind = AlignedRowEmitter
-        elif self.a.segmented:
-            kind = SegmentEmitter
-        mails = {name: self.pointers[buffer.name] for name, buffer in self.named.items()}
-        pointers = self.pointers | mails
-        return kind(PlacedNest(self.a, self.placement, pointers, self.dtypes, self.empty, load_options))
-
-    def roundings(self) -> Mapping[int, int]:
-        return NOTHING if self.s.in_passes or self.s.misaligned else roundings(self.a, self.a.loops.stores)
-
-
-class _Placed(_Part[Placement]):
-    """Build the tile program of one loop nest under a placement."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        placement: Placement,
-        signature: Signature,
-        scratch: tuple[Buffer, ...],
-        split: Split,
-        constants: frozenset[str] | None = None,
-    ) -> None:
-        super().__init__(analysis, placement, signature, scratch, split, constants)
-        self.placement = placement
-        self.registers = placed_registers(analysis.loops, placement)
-
-    def program(
-        self, name: str, number: Expression
-    ) -> tuple[list[Function], list[Statement], tuple[Dim, ...]]:
-        emitter = self.emitter(NO_OPTIONS)
-        functions = self.replicated(emitter, f"{name}_first")
-        body, grid = emitter.program(number, self.split)
-        functions += self.last_program(emitter, f"{name}_last")
-        return functions, self.finished(rewritten(body)), grid
-
-    def emitter(self, load_options: Mapping[str, Expression]) -> ProductEmitter:
-        nest = PlacedNest(self.a, self.s, self.pointers, self.dtypes, self.empty, load_options)
-        return ProductEmitter(nest)
-
     def replicated(self, emitter: ProductEmitter, name: str) -> list[Function]:
         """Return the function that makes replicated reductions, if there are any."""
-        copies = Replicated.of(self.a, self.s)
+        copies = Replicated.of(self.a, self.placement)
         if copies is None:
             return []
-        nest = Analysis(copies.loops)
-        placement = placement_of(nest, copies.schedule(self.s.num_warps))
-        inner = RowEmitter(PlacedNest(nest, placement, self.pointers, self.dtypes, self.empty))
+        placement = copies.placement(self.placement.num_warps)
+        inner = RowEmitter(
+            PlacedNest(Analysis(copies.loops), placement, self.pointers, self.dtypes, self.empty)
+        )
         body = rewritten(copies.statements(inner, emitter))
         used = self.used(body)
         copies.enter(emitter, inner, Global(name)(*used))
         return [Function(name, used, body)]
-
-
-Part = _Assembly | _Placed
 
 
 def rewritten(body: list[Statement], stored_at_once: Mapping[int, int] = NOTHING) -> list[Statement]:

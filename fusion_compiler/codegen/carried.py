@@ -26,7 +26,7 @@ from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.ir.loops import COLS
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import WORD
+from fusion_compiler.schedule.shapes import WORD
 
 # Least iterations of a block for a state per lane, which costs as much as one element per lane.
 LEAST_TURNS = 4

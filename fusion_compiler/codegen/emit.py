@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-import torch
-
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.space import refusal, schedules
 from fusion_compiler.schedule.tile_products import with_exact_products
-from fusion_compiler.schedule.verifier import tile_sizes
 
 MORE_EARLY = 3  # programs that load constants early, per other program
 
 
-def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
-    """Return the schedules of one loop nest, best guess first. Raises LookupError if there are none."""
+def schedules_of(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
+    """Return the placements of one loop nest, best guess first. Raises LookupError if there are none."""
     candidates = schedules(loops, device)
     if not candidates:
         raise LookupError(f"no schedule runs {name}: {refusal(Analysis(loops), device)}")
@@ -46,7 +43,7 @@ def emit(
     """
     choices = [schedules_of(loops, name, device) for loops in nests]
     dtypes = {buffer.name: buffer.dtype for buffer in buffers.values()}
-    choices = [_exact(loops, choice, dtypes) for loops, choice in zip(nests, choices, strict=True)]
+    choices = [with_exact_products(*nest, dtypes) for nest in zip(nests, choices, strict=True)]
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}
@@ -66,24 +63,15 @@ def emit(
     return tuple(programs)
 
 
-def _exact(
-    loops: LoopNest, schedules: tuple[Schedule | Placement, ...], dtypes: Mapping[str, torch.dtype]
-) -> tuple[Schedule | Placement, ...]:
-    """Keep the schedules that multiply on tensor cores nothing that has more bits than these take."""
-    placements = tuple(s for s in schedules if isinstance(s, Placement))
-    exact = with_exact_products(loops, placements, dtypes)
-    return tuple(s for s in schedules if isinstance(s, Schedule) or s in exact)
-
-
 def fills_threads(
-    loops: LoopNest, s: Schedule | Placement, overwritten: Set[str | None], device: DeviceSpec
+    loops: LoopNest, placement: Placement, overwritten: Set[str | None], device: DeviceSpec
 ) -> bool:
     """True if every thread has at least one element of a tile of the buffers that a program overwrites. With
     fewer, several threads load the same element, and one may overwrite it before another has read it."""
-    threads = device.warp_size * s.num_warps
-    if isinstance(s, Schedule):
-        return s.elements >= threads
-    sizes = zip(loops.nodes, tile_sizes(loops, s), strict=True)
+    run, threads = Run(Analysis(loops), placement), device.warp_size * placement.num_warps
+    if run.in_rows:
+        return run.elements() >= threads
+    sizes = zip(loops.nodes, run.tile_sizes, strict=True)
     return all(
         size >= threads for node, size in sizes if isinstance(node, Load) and node.buffer in overwritten
     )
@@ -91,7 +79,7 @@ def fills_threads(
 
 def program_of(
     nests: tuple[LoopNest, ...],
-    first: Schedule | Placement,
+    first: Placement,
     name: str,
     doc: str,
     buffers: Mapping[str, Buffer],
@@ -104,8 +92,8 @@ def program_of(
 
 def _program(
     nests: assemble.Nests,
-    first: Schedule | Placement,
-    choices: Sequence[tuple[Schedule | Placement, ...]],
+    first: Placement,
+    choices: Sequence[tuple[Placement, ...]],
     name: str,
     doc: str,
     constants: frozenset[str] | None = None,

@@ -585,7 +585,7 @@ class Emitter:
         """Return a load of one element for each run of `length` innermost lanes. times: how often a tile has
         it, if that is not the length."""
         leaf, before = self.lanes[-1], self.where
-        runs = replace(leaf, name=f"{leaf.name}_by_{length}", extent=leaf.lanes // length, step=length)
+        runs = leaf._replace(name=f"{leaf.name}_by_{length}", extent=leaf.lanes // length, step=length)
         self.where = before.with_leaves({leaf: runs})
         tile = self.loaded(node)
         self.where = before

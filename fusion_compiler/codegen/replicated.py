@@ -23,7 +23,7 @@ from fusion_compiler.ir.loops import COLS, Axis, LoopNest, Node, Reduce, operand
 from fusion_compiler.ir.syntax import Expression, Var
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.placement import Placement, Stage
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.shapes import padded
 
 
@@ -60,9 +60,10 @@ class Replicated:
         names = tuple(loops.names[n] for n in sorted(numbers))
         return cls(results, LoopNest(axes, tuple(nodes), (), names), numbers)
 
-    def schedule(self, warps: int) -> Schedule:
-        """Return a schedule with the whole vector in one tile."""
-        return Schedule(1, padded(int(Analysis(self.loops).size(COLS))), Cols.WHOLE, num_warps=warps)
+    def placement(self, warps: int) -> Placement:
+        """Return a placement with the whole vector in one tile."""
+        a = Analysis(self.loops)
+        return placement_of(a, RowTile(1, padded(int(a.size(COLS))), Cols.WHOLE, num_warps=warps))
 
     def statements(self, inner: RowEmitter, caller: ProductEmitter) -> list[Statement]:
         """Return the function's statements. inner: emits them."""

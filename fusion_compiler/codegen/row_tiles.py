@@ -291,9 +291,9 @@ class RowTiles(Emitter):
             replace(axis, name="pair", size=product((axis.size, 2))) if k in names else axis
             for k, axis in enumerate(before.axes)
         )
-        wide = {leaf: replace(leaf, step=2 * leaf.step) for leaf in before.outermost(last)}
+        wide = {leaf: leaf._replace(step=2 * leaf.step) for leaf in before.outermost(last)}
         name = "pair_i" if self.hidden is None else "pair_rest"
-        wide[lanes] = replace(lanes, name=name, extent=2 * lanes.lanes)
+        wide[lanes] = lanes._replace(name=name, extent=2 * lanes.lanes)
         self.where = replace(before.with_leaves(wide), axes=axes)
         yield
         self.where = before

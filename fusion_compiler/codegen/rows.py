@@ -51,7 +51,7 @@ FEW = 2  # most ragged reductions for which that pays: with 28 in four nests, pt
 class RowEmitter(RowTiles):
     """Emits a nest of rows and columns."""
 
-    def rows_program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
+    def program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
         main = [store for store in self.loops.stores if store.value not in self.a.finish]
@@ -228,7 +228,7 @@ class RowEmitter(RowTiles):
         """Emit the block of a loop with this number, which has fewer lanes, behind the loop."""
         before, scopes, depth = self.where, self.scopes, self.depth
         hidden = self.hidden = self.lanes[-1]
-        narrow = replace(hidden, name=f"{hidden.name}_rest", extent=lanes)
+        narrow = hidden._replace(name=f"{hidden.name}_rest", extent=lanes)
         self.where = before.with_leaves({hidden: narrow})
         body, part = scopes[depth].body, 0
         if self.shared is not None:  # one of the programs has it

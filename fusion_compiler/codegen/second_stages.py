@@ -54,14 +54,15 @@ from fusion_compiler.schedule.analysis import (
     waiting,
 )
 from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded
 
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
 TILE = (256, 16, 4)  # rows, columns and warps of other second kernels: two sectors of each row
 
-Stage = tuple[LoopNest, Schedule | Placement]  # that a second kernel runs
+Stage = tuple[LoopNest, Placement]  # that a second kernel runs
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,14 @@ def _counter(number: int, blocks: Dim = 1) -> Buffer:
     return Buffer(f"ticket_{number}" if number else "ticket", (blocks,), (1,), torch.int32, zeroed=True)
 
 
-def split_of(
-    analysis: Analysis,
-    schedule: Schedule | Placement,
-    placement: Placement,
-    numbers: Iterator[int],
-    tickets: Iterator[int],
-) -> Split:
-    """Return the reductions that programs share. placement: that of the schedule. numbers, tickets: the
-    numbers in the names of a cluster's partial results and counters."""
-    if isinstance(schedule, Placement):
-        return split_by_placement(analysis, placement, numbers, tickets)
-    split = split_by_placement(analysis, placement, numbers, tickets, analysis.segmented)
-    segments = split_by_segments(analysis, schedule, numbers)
+def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
+    """Return the reductions that programs share. numbers, tickets: the numbers in the names of a cluster's
+    partial results and counters."""
+    segmented = run.a.segmented if run.in_rows else ()
+    split = split_by_placement(run.a, run.placement, numbers, tickets, segmented)
+    if not segmented:
+        return split
+    segments = split_by_segments(run, numbers)
     return replace(
         split, partials={**split.partials, **segments.partials}, stages=(*split.stages, *segments.stages)
     )
@@ -227,7 +223,7 @@ def split_by_placement(
         programs = next(iter(alike.values())).buffer.shape[0]
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
-    schedule_of = _schedule_of if analysis.inner else _schedule_of_rows
+    placed = _placement_of if analysis.inner else _placement_of_rows
     if len(nests) == 1 and placement.combined(place.Stage.LAST) >= {loops.names[n] for n in kept}:
         shared = next(iter(kept.values())).leaves
         blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
@@ -236,7 +232,7 @@ def split_by_placement(
         programs = product(leaf.extent for leaf in (*shared, *apart))
         last = LastStage(nests[0], _of_kept_axes(nests[0], placement), programs, blocks, counter)
         return Split(buffers, (), kept, stores, last)
-    return Split(buffers, tuple((nest, schedule_of(nest)) for nest in nests), kept, stores)
+    return Split(buffers, tuple((nest, placed(nest)) for nest in nests), kept, stores)
 
 
 def _axes_behind(loops: LoopNest, partials: Collection[int]) -> list[int]:
@@ -277,10 +273,10 @@ def _of_kept_axes(nest: LoopNest, placement: Placement) -> Placement:
     return Placement((At(part, Place.LANES), *directives), placement.num_warps)
 
 
-def split_by_segments(analysis: Analysis, schedule: Schedule, numbers: Iterator[int]) -> Split:
+def split_by_segments(run: Run, numbers: Iterator[int]) -> Split:
     """Return the partial results of reductions that keep a part of a group, and one second stage for all that
     keep the same axes. numbers: yields the numbers in the buffers' names."""
-    columns, partials = schedule.block_cols, dict[int, Buffer]()
+    analysis, columns, partials = run.a, run.counts[Place.LANES, COLS], dict[int, Buffer]()
     for n in analysis.segmented:
         node, rows = analysis.loops.nodes[n], analysis.size(ROWS)
         assert isinstance(node, Reduce)
@@ -291,7 +287,7 @@ def split_by_segments(analysis: Analysis, schedule: Schedule, numbers: Iterator[
         for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
     ]
     named = {name_of_pieces(n): buffer for n, buffer in partials.items()}
-    return Split(named, tuple((nest, _schedule_of(nest)) for nest in nests))
+    return Split(named, tuple((nest, _placement_of(nest)) for nest in nests))
 
 
 def name_of_pieces(number: int) -> str:
@@ -329,25 +325,26 @@ def _axes_of_pieces(
     return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
 
 
-def _schedule_of(nest: LoopNest) -> Schedule | Placement:
-    """Return the schedule of a nest that reduces partial results along its rows."""
+def _placement_of(nest: LoopNest) -> Placement:
+    """Return the placement of a nest that reduces partial results along its rows."""
     height, width, warps = TILE
     return _in_tiles(nest, height, width, warps)
 
 
-def _schedule_of_rows(nest: LoopNest) -> Schedule | Placement:
-    """Return the schedule of a nest that reduces the partial results of sums over rows."""
+def _placement_of_rows(nest: LoopNest) -> Placement:
+    """Return the placement of a nest that reduces the partial results of sums over rows."""
     sizes = [a.size for a in nest.axes if a.group == COLS]
     is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
     height, width = (256, SECTOR) if is_narrow else (64, 32)
     return _in_tiles(nest, height, width, 4)
 
 
-def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Schedule | Placement:
-    """Return a schedule with tiles of some rows and columns. All partial results of one number are a tile."""
+def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Placement:
+    """Return a placement with tiles of rows and columns. All partial results of one number are a tile."""
     rows = [axis for axis in nest.axes if axis.group == ROWS]
     size = product(axis.size for axis in rows)
     assert isinstance(size, int), "the partial results of a sum have a known number"
     if len(nest.axes) == 1:
         return Placement((At(rows[0].name, Place.LANES),), min(32, max(4, padded(size) // 512)))
-    return Schedule(min(height, padded(size)), width, Cols.GRID, programs=1, num_warps=warps)
+    tile = RowTile(min(height, padded(size)), width, Cols.GRID, programs=1, num_warps=warps)
+    return placement_of(Analysis(nest), tile)

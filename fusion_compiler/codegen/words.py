@@ -32,8 +32,7 @@ from fusion_compiler.ir.loops import Load, Reduce, operands_of
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, times, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, On, Place, Stage
-from fusion_compiler.schedule.schedule import WORD
-from fusion_compiler.schedule.shapes import are_apart
+from fusion_compiler.schedule.shapes import WORD, are_apart
 
 
 class WordEmitter(Emitter):
@@ -206,4 +205,4 @@ class WordEmitter(Emitter):
 
 def _words(leaf: Leaf, word: int) -> Leaf:
     """Return the leaf that has one element for each word of another."""
-    return replace(leaf, name=f"{leaf.name}_by_{word}", extent=leaf.lanes // word, step=word)
+    return leaf._replace(name=f"{leaf.name}_by_{word}", extent=leaf.lanes // word, step=word)

@@ -46,7 +46,7 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.schedule.products import Products
-from fusion_compiler.schedule.schedule import WORD, Schedule
+from fusion_compiler.schedule.shapes import WORD
 
 aten = torch.ops.aten
 
@@ -68,6 +68,8 @@ class Analysis:
         self._reduced = {i: reduced_groups(loops.axes, n) for i, n in reductions}
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
+        self.rows, self.cols = (axes_in(loops.axes, (group,)) for group in GROUPS)
+        self.ragged = axes_in(loops.axes, (RAGGED,))
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
     @cached_property
@@ -82,6 +84,17 @@ class Analysis:
     def inner(self) -> bool:
         """True if the nest has axes that only tiles have."""
         return any(axis.group == INNER for axis in self.loops.axes)
+
+    @cached_property
+    def in_rows(self) -> bool:
+        """True if tiles of rows and columns run the nest (`schedule.row_tiles`), rather than those of any
+        axes or of products."""
+        return not self.inner and self.products is None
+
+    def reduction(self, number: int) -> Reduce:
+        node = self.loops.nodes[number]
+        assert isinstance(node, Reduce)
+        return node
 
     @cached_property
     def products(self) -> Products | None:
@@ -298,10 +311,30 @@ class Analysis:
         return self._reduced[node]
 
     @cached_property
-    def live(self) -> tuple[Mapping[frozenset[str], int], ...]:
-        """Return the bytes of an element of the values that are live together, by groups, before each node
-        after which fewer are. Nodes are computed in their order; without a reduction, all is stored in the
-        end."""
+    def along(self) -> tuple[int, ...]:
+        """Return the reductions that a program completes by itself, if its tile has all of their terms."""
+        apart = {*self.across_rows, *self.segmented}
+        return tuple(n for n in self.reductions if n not in apart)
+
+    @cached_property
+    def per_row(self) -> frozenset[int]:
+        """Return the reductions that keep one number for each row between the blocks of a loop."""
+        totals = (total for total, _ in self.moments.values())
+        return frozenset({*self.online, *self.online.values(), *self.moments, *totals})
+
+    @cached_property
+    def passes(self) -> tuple[int, ...]:
+        """Return how many reductions of `along` precede each node, in the longest chain."""
+        passes, of_program = list[int](), {*self.along}
+        for node in self.loops.nodes:
+            passes.append(max((passes[o] + (o in of_program) for o in operands_of(node)), default=0))
+        return tuple(passes)
+
+    @cached_property
+    def live(self) -> tuple[Mapping[int, int], ...]:
+        """Return the bytes of an element of the values that are live together, by their nodes, before each
+        node after which fewer are. Nodes are computed in their order; without a reduction, all is stored in
+        the end."""
         nodes, last_use = self.loops.nodes, dict[int, int]()
         for i, node in enumerate(nodes):
             last_use.update(dict.fromkeys(operands_of(node), i))
@@ -320,14 +353,18 @@ class Analysis:
             if len(left) < len(live):
                 moments.append(live)
             live = left
-        return tuple(map(self._by_groups, (*moments, live)))
+        return (*moments, live)
 
-    def _by_groups(self, values: Mapping[int, int]) -> Mapping[frozenset[str], int]:
-        """Return the sum of some numbers that nodes have, for the nodes of each combination of groups."""
-        totals = dict[frozenset[str], int]()
-        for n, value in values.items():
-            totals[self.groups[n]] = totals.get(self.groups[n], 0) + value
-        return totals
+    @cached_property
+    def live_by_axes(self) -> tuple[Mapping[frozenset[int], int], ...]:
+        """Return what `live` has, added up for the values that vary over the same axes."""
+        by_axes = list[Mapping[frozenset[int], int]]()
+        for moment in self.live:
+            sums = dict[frozenset[int], int]()
+            for n, size in moment.items():
+                sums[self.node_axes[n]] = sums.get(self.node_axes[n], 0) + size
+            by_axes.append(sums)
+        return tuple(by_axes)
 
     @cached_property
     def finish(self) -> frozenset[int]:
@@ -546,38 +583,6 @@ def ceil_div(a: Dim, b: int) -> Dim:
     if isinstance(a, int):
         return -(-a // b)
     return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
-
-
-def part_cols(a: Analysis, s: Schedule) -> Dim:
-    """Return how many columns each program that shares a row has, a multiple of the block."""
-    return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
-
-
-def parts_of(a: Analysis, s: Schedule) -> Dim:
-    """Return how many programs that share a row have columns."""
-    return ceil_div(a.size(COLS) + max(s.word - 1, 0), hint(part_cols(a, s)))
-
-
-def inner_cols(a: Analysis, s: Schedule) -> Dim:
-    """Return how many columns a loop covers in whole blocks within the row; a last tile covers the rest.
-
-    A masked loop covers all columns if their number is unknown, if one block has them, or if a scan is
-    reversed, since its loop starts with the last block. In misaligned rows the last tile has both ends: the
-    rest of the first word, and the columns after the last block.
-    """
-    size = a.size(COLS)
-    if not isinstance(size, int) or size <= s.block_cols or True in a.directions:
-        return size
-    return (size - s.word) // s.block_cols * s.block_cols
-
-
-def end_lanes(a: Analysis, s: Schedule) -> int:
-    """Return the lanes of the tile that has the rest of a loop's columns, at any lead; 0 if none are left."""
-    size, inner = a.size(COLS), inner_cols(a, s)
-    if inner == size:
-        return 0
-    assert isinstance(size, int) and isinstance(inner, int)  # only rows of known size have an end
-    return 1 << (size - inner + max(s.word, 1) - 2).bit_length()
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS, widest_shared
-from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import WARP, warps_of
 
 SHAPES = (
@@ -60,23 +60,23 @@ def _parts(width: int, shape: Shape, device: DeviceSpec) -> int:
     return parts if parts <= min(slots, most) else 0
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, table.shapes("cooperative", a, device.target))
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, TYPICAL)
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, SHAPES)
 
 
-def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
     width, rows_known = a.size(COLS), isinstance(a.size(ROWS), int)
     assert isinstance(width, int)
     count = hint(a.size(ROWS)) if rows_known else 1 << 30
-    schedules: list[Schedule] = []
+    schedules: list[RowTile] = []
     for shape in shapes:
         rows, block, share, warps, stages = shape
         parts = _parts(width, shape, device)
@@ -84,7 +84,7 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
             groups = max(1, min(share * device.sms // parts, -(-count // rows)))
             limit = device.registers_per_sm // (WARP * warps * share) // REGISTER_UNIT * REGISTER_UNIT
             schedules.append(
-                Schedule(
+                RowTile(
                     rows, block, Cols.WHOLE, groups, warps_of(warps, device), stages, parts, registers=limit
                 )
             )

@@ -13,19 +13,18 @@ model with them) and to the timings in benchmarks/results/schedules.json. The mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import ceil, prod
+from typing import NamedTuple
 
 import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of, with_operands
+from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Reduce, with_operands
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
-from fusion_compiler.schedule.schedule import Cols, Schedule
-from fusion_compiler.schedule.tile_products import products_of
-from fusion_compiler.schedule.verifier import tile_sizes
+from fusion_compiler.schedule.run import NO_HINTS, Run
 from fusion_compiler.schedule.work import BufferInfo, Work, weights_of
 
 # The second kernel of a segment sum: segments of one program, and partial results that it loads at once of
@@ -69,7 +68,6 @@ L2_SHARE = 0.7  # share of L2 that rows in flight may fill before the second rea
 
 OVERHEAD_REGISTERS = 24  # registers of each thread beside the values of its row
 FMA_SHARE = 0.75  # instructions per arithmetic operation after multiplies and adds are fused
-NO_HINTS: Mapping[sympy.Symbol, int] = {}
 # Overhead of a block (addresses, barriers, waiting for loads), in elements per thread. If a program processes
 # several blocks in sequence, only its pipelined loads hide it.
 BLOCK_ELEMENTS, TURN_ELEMENTS, SHARED_ELEMENTS = 0.8, 2.4, 1.5
@@ -85,11 +83,9 @@ L1_BYTES = 64  # bytes per cycle of a product's vectors from a multiprocessor's 
 SHARP = 8  # exponent of the norm that combines the time to start programs with the rest
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The use of the memory system by a schedule.
+class Use(NamedTuple):
+    """The use of the memory system by the programs of a run.
 
-    programs: size of the grid.
     share: share of the bandwidth, given enough programs.
     rereads: how often the loads in `work.early` are read again.
     flight: rows in progress at the same time.
@@ -100,7 +96,6 @@ class Run:
     unused: bytes of sectors that are moved but not used.
     """
 
-    programs: int
     share: float
     rereads: int = 0
     flight: int = 0
@@ -110,65 +105,73 @@ class Run:
     unused: float = 0.0
 
 
-def _run(work: Work, s: Schedule | Placement, device: DeviceSpec) -> Run:
+def _use(work: Work, run: Run, device: DeviceSpec) -> Use:
+    return _use_of_rows(work, run, device) if run.a.in_rows else _use_of_tiles(work, run, device)
+
+
+def _use_of_tiles(work: Work, run: Run, device: DeviceSpec) -> Use:
+    """Return the use of memory by tiles of any axes."""
+    tile = max(run.tile_sizes)
+    resident = _resident(work, run, tile, device)
+    slowdown = _slowdown(run, tile, device, BLOCK_ELEMENTS)
+    if _is_turned_product(work, run):
+        after = _finish_us(work, run, device) + _replicated_us(work, run, device)
+        if any(leaf.place is Place.LOOP for leaf in run.leaves):
+            share = _share_in_turn(run, tile, device)
+        else:
+            share = 1.0 / _slowdown(run, tile, device, BLOCK_ELEMENTS, ENOUGH)
+        return Use(TURNED_BY_THREADS * share, after_us=after)
+    if _streams(work, run.leaves):
+        after = _finish_us(work, run, device)
+        share = (TURNED if after else LOOPED) / slowdown
+        return Use(share, slots=0 if after else resident * device.sms, after_us=after)
+    share = resident / (resident + STALL) / slowdown
+    innermost = max((leaf for leaf in run.leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
+    if innermost.lanes < hint(run.placement.axes(work.loops.axes)[innermost.axis].size, work.hints):
+        share /= 1 + RUN_ELEMENTS / innermost.lanes
+    waiting = REDUCED_IN_TILE_US * work.phases * (run.placement.num_warps - 1)
+    again = _loaded_again(work, run.leaves, device)
+    return Use(share, slots=resident * device.sms, after_us=waiting, messages=again)
+
+
+def _use_of_rows(work: Work, run: Run, device: DeviceSpec) -> Use:
+    """Return the use of memory by tiles of rows and columns."""
     _, rows, cols = work.shape
-    if isinstance(s, Placement):
-        leaves = s.leaves(work.loops.axes)
-        programs = prod(hint(leaf.extent, work.hints) for leaf in leaves if leaf.place is Place.GRID)
-        sizes = tile_sizes(work.loops, s)
-        resident = _resident(work, s, max(sizes), device)
-        if _is_turned_product(work, s, leaves):
-            after, tile = _finish_us(work, s, leaves, device), max(sizes)
-            after += _replicated_us(work, s, programs, device)
-            if any(leaf.place is Place.LOOP for leaf in leaves):
-                share = _share_in_turn(s, tile, programs, device)
-            else:
-                share = 1.0 / _slowdown(s, tile, device, BLOCK_ELEMENTS, ENOUGH)
-            return Run(programs, TURNED_BY_THREADS * share, after_us=after)
-        if _streams(work, leaves):
-            after = _finish_us(work, s, leaves, device)
-            share = (TURNED if after else LOOPED) / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS)
-            return Run(programs, share, slots=0 if after else resident * device.sms, after_us=after)
-        share = resident / (resident + STALL) / _slowdown(s, max(sizes), device, BLOCK_ELEMENTS)
-        innermost = max((leaf for leaf in leaves if leaf.place is Place.LANES), key=lambda leaf: leaf.order)
-        if innermost.lanes < hint(s.axes(work.loops.axes)[innermost.axis].size, work.hints):
-            share /= 1 + RUN_ELEMENTS / innermost.lanes
-        again = _loaded_again(work, leaves, device)
-        waiting = REDUCED_IN_TILE_US * work.phases * (s.num_warps - 1)
-        return Run(programs, share, slots=resident * device.sms, after_us=waiting, messages=again)
-    blocks = ceil(rows / s.block_rows)
-    groups = blocks if s.programs is None else min(blocks, s.programs)
-    programs = groups * (ceil(cols / s.block_cols) if s.cols is Cols.GRID else s.splits)
-    after = 0.0
+    counts, parts = run.counts, run.parts
+    block_rows, block_cols = counts.get((Place.LANES, ROWS), 1), counts.get((Place.LANES, COLS), 1)
+    groups, in_loop = counts.get((Place.GRID, ROWS), 1), (Place.LOOP, COLS) in counts
+    unused, after = work.unused_bytes(block_rows), 0.0
     if work.reduced & 1 and groups > 1:  # partial results are written, and read by the second stage
         partial = 2 * work.row_bytes * groups * (cols if work.sums_of_columns else 1)
         after = 1e6 * partial / device.l2_bandwidth + device.floor_us
     exchanges = max(1, work.phases - 1)
     passes = exchanges + bool(work.early & work.late)
-    messages = exchanges * MESSAGE_BYTES * s.splits**2 * rows if s.splits > 1 else 0
-    if s.programs is not None and groups * s.block_rows < rows:
-        narrow = s.cols is Cols.GRID and s.block_cols < cols
-        share = _share_in_turn(s, s.elements, programs, device) / (1 + narrow * RUN_ELEMENTS / s.block_cols)
-        return Run(programs, share, after_us=after, messages=messages)
-    if s.cols is Cols.GRID:
-        share = 1.0 / _slowdown(s, s.elements, device, BLOCK_ELEMENTS, ENOUGH)
-        if work.reduced & 1 and groups > 1 and s.block_cols < cols:
-            share /= 1 + RUN_ELEMENTS / s.block_cols
-        return Run(programs, share, after_us=after)
-    resident = _resident(work, s, s.elements, device)
+    messages = exchanges * MESSAGE_BYTES * parts**2 * rows if parts > 1 else 0
+    in_grid, tile = (Place.GRID, COLS) in counts, block_rows * block_cols
+    if counts.get((Place.LOOP, ROWS), 1) > 1:
+        narrow = in_grid and block_cols < cols
+        share = _share_in_turn(run, tile, device) / (1 + narrow * RUN_ELEMENTS / block_cols)
+        return Use(share, after_us=after, messages=messages, unused=unused)
+    if in_grid:
+        share = 1.0 / _slowdown(run, tile, device, BLOCK_ELEMENTS, ENOUGH)
+        if work.reduced & 1 and groups > 1 and block_cols < cols:
+            share /= 1 + RUN_ELEMENTS / block_cols
+        return Use(share, after_us=after, unused=unused)
+    resident = _resident(work, run, tile, device)
     slots = resident * device.sms
-    if s.splits > 1:
-        rereads, after = passes - 1 if s.cols is Cols.LOOP else 0, after + exchanges * EXCHANGE_US
+    if parts > 1:
+        rereads, after = passes - 1 if in_loop else 0, after + exchanges * EXCHANGE_US
         full = min(1.0, (1 + WAITING / ENOUGH_WAITING) * resident / (resident + WAITING))
-        share = SHARED * full / _slowdown(s, s.elements, device, SHARED_ELEMENTS)
-        return Run(programs, share, rereads, max(1, slots // s.splits) * s.block_rows, slots, after, messages)
-    if s.cols is Cols.WHOLE:
-        share = resident / (resident + STALL) / _slowdown(s, s.elements, device, BLOCK_ELEMENTS)
-        return Run(programs, share, slots=slots, after_us=after)
+        share = SHARED * full / _slowdown(run, tile, device, SHARED_ELEMENTS)
+        flight = max(1, slots // parts) * block_rows
+        return Use(share, rereads, flight, slots, after, messages, unused)
+    if not in_loop:
+        share = resident / (resident + STALL) / _slowdown(run, tile, device, BLOCK_ELEMENTS)
+        return Use(share, slots=slots, after_us=after, unused=unused)
     # share of the blocks' columns that are inside the row
-    filled = cols / (ceil(cols / s.block_cols) * s.block_cols)
-    share = LOOPED * filled / _slowdown(s, s.elements, device, BLOCK_ELEMENTS)
-    return Run(programs, share, passes - 1, min(programs, slots) * s.block_rows, slots, after)
+    filled = cols / (ceil(cols / block_cols) * block_cols)
+    share = LOOPED * filled / _slowdown(run, tile, device, BLOCK_ELEMENTS)
+    return Use(share, passes - 1, min(run.programs, slots) * block_rows, slots, after, unused=unused)
 
 
 def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
@@ -179,17 +182,18 @@ def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
     return any(leaf.place is Place.LOOP for leaf in leaves) or any(shared)
 
 
-def _is_turned_product(work: Work, s: Placement, leaves: Sequence[Leaf]) -> bool:
+def _is_turned_product(work: Work, run: Run) -> bool:
     """True if threads multiply one vector, or each of a few, by a matrix whose neighbours in memory belong to
     other results."""
-    if any(leaf.place is Place.UNROLL for leaf in leaves) or any(isinstance(d, On) for d in s.directives):
+    on_cores = any(isinstance(directive, On) for directive in run.placement.directives)
+    if on_cores or any(leaf.place is Place.UNROLL for leaf in run.leaves):
         return False
     return work.products is not None and work.products.is_turned
 
 
-def _replicated_us(work: Work, s: Placement, programs: int, device: DeviceSpec) -> float:
+def _replicated_us(work: Work, run: Run, device: DeviceSpec) -> float:
     """Return the time of reductions that each program makes by itself, and of what they reduce."""
-    names, loops = s.combined(Stage.EACH), work.loops
+    names, loops = run.placement.combined(Stage.EACH), work.loops
     copies = [n for n, name in enumerate(loops.names) if name in names and isinstance(loops.nodes[n], Reduce)]
     if not copies:
         return 0.0
@@ -197,14 +201,14 @@ def _replicated_us(work: Work, s: Placement, programs: int, device: DeviceSpec) 
     for number in with_operands(loops, copies):
         if isinstance(node := loops.nodes[number], Compute):
             flops += work.points(work.axes[number]) * sum(weights_of(node.target))
-    return len(copies) * REPLICATED_US + 1e6 * programs * flops / device.fp32_per_s
+    return len(copies) * REPLICATED_US + 1e6 * run.programs * flops / device.fp32_per_s
 
 
-def _finish_us(work: Work, s: Placement, leaves: Sequence[Leaf], device: DeviceSpec) -> float:
+def _finish_us(work: Work, run: Run, device: DeviceSpec) -> float:
     """Return the time to store the partial results of the programs that share reductions, and to add them up
     in a second kernel or in the last programs."""
-    grid, moved, of_block, last = [leaf for leaf in leaves if leaf.place is Place.GRID], 0, 0, True
-    finished, of_each = s.combined(Stage.LAST), s.combined(Stage.EACH)
+    grid, moved, of_block, last = [leaf for leaf in run.leaves if leaf.place is Place.GRID], 0, 0, True
+    finished, of_each = run.placement.combined(Stage.LAST), run.placement.combined(Stage.EACH)
     for number, node in enumerate(work.loops.nodes):
         shared = [leaf for leaf in grid if isinstance(node, Reduce) and leaf.members & node.axes]
         if shared and work.loops.names[number] not in of_each:
@@ -258,39 +262,35 @@ def _loaded_again(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> int
     return max(0, moved - int(sum(work.bytes_of(work.reads, name, device) for name in work.reads)))
 
 
-def _share_in_turn(s: Schedule | Placement, elements: int, programs: int, device: DeviceSpec) -> float:
+def _share_in_turn(run: Run, elements: int, device: DeviceSpec) -> float:
     """Return the share of the bandwidth of programs that process blocks in sequence. elements: of a block."""
-    resident = programs / device.sms
+    resident = run.programs / device.sms
     in_flight, most, half = resident * elements, STAGED_FULL, STAGED_HALF
-    share = STAGED if s.num_stages > 1 else UNSTAGED
-    if s.splits > 1:
+    share = STAGED if run.placement.num_stages > 1 else UNSTAGED
+    if run.parts > 1:
         most, half = SHARED_FULL, SHARED_HALF
         share = STAGED_SHARED * min(1.0, (1 + SHARED_STALL / 2) * resident / (resident + SHARED_STALL))
     reached = min(1.0, (1 + half / most) * in_flight / (in_flight + half))
-    return share * reached / _slowdown(s, elements, device, TURN_ELEMENTS)
+    return share * reached / _slowdown(run, elements, device, TURN_ELEMENTS)
 
 
 def _slowdown(
-    s: Schedule | Placement,
-    elements: int,
-    device: DeviceSpec,
-    overhead: float,
-    enough: int = ENOUGH_REDUCED,
+    run: Run, elements: int, device: DeviceSpec, overhead: float, enough: int = ENOUGH_REDUCED
 ) -> float:
     """Return how much slower threads with few elements are. elements: of a tile. overhead: what a block costs
     beside its elements, in elements per thread."""
-    per_thread = elements / (device.warp_size * s.num_warps)
+    per_thread = elements / (device.warp_size * run.placement.num_warps)
     return 1 + max(0.0, overhead / per_thread - overhead / enough)
 
 
-def _resident(work: Work, s: Schedule | Placement, elements: int, device: DeviceSpec) -> int:
+def _resident(work: Work, run: Run, elements: int, device: DeviceSpec) -> int:
     """Return how many programs a multiprocessor holds at the same time. elements: of a tile."""
-    threads = device.warp_size * s.num_warps
-    holds_all = isinstance(s, Placement) or s.cols is Cols.WHOLE
-    tiles = max(1, (work.early & work.late).bit_count()) if holds_all else 1
+    threads = device.warp_size * run.placement.num_warps
+    in_loop = run.a.in_rows and (Place.LOOP, COLS) in run.counts
+    tiles = 1 if in_loop else max(1, (work.early & work.late).bit_count())
     registers = elements * tiles * work.row_bytes // 4 + threads * OVERHEAD_REGISTERS
-    if s.registers is not None:
-        registers = min(registers, s.registers * threads)
+    if run.placement.registers is not None:
+        registers = min(registers, run.placement.registers * threads)
     fit = min(device.registers_per_sm // registers, device.max_threads_per_sm // threads)
     return max(1, min(fit, device.max_blocks_per_sm))
 
@@ -306,12 +306,12 @@ class Roofline:
 
     def __init__(
         self,
-        loops: LoopNest,
+        a: Analysis,
         device: DeviceSpec,
         buffers: Mapping[str, BufferInfo],
         hints: Mapping[sympy.Symbol, int] = NO_HINTS,
     ) -> None:
-        self.device, self.work = device, Work(loops, buffers, hints)
+        self.a, self.device, self.work = a, device, Work(a, buffers, hints)
         work = self.work
         dram = l2 = 0.0
         for name in work.reads:
@@ -333,22 +333,26 @@ class Roofline:
         """True if there is nothing to launch."""
         return not self.work.count[3]
 
-    def us(self, schedule: Schedule | Placement) -> float:
+    def run(self, placement: Placement) -> Run:
+        """Return the run of the nest under a placement."""
+        return Run(self.a, placement, self.work.hints)
+
+    def us(self, run: Run) -> float:
         """Return microseconds of the kernel and its second stage, or 0 if there is nothing to launch."""
         if self.empty:
             return 0.0
-        run = self._run(schedule)
-        memory, arithmetic = self._demands(schedule, self._memory_us(run)[0])
-        return self._us(self._body_us(run, memory, arithmetic))
+        use = _use(self.work, run, self.device)
+        memory, arithmetic = self._demands(run, self._memory_us(run, use)[0])
+        return self._us(self._body_us(run, use, memory, arithmetic))
 
-    def cost(self, schedule: Schedule | Placement) -> Cost:
+    def cost(self, run: Run) -> Cost:
         """Return the time with its traffic and bound."""
         if self.empty:
             return Cost(0.0, 0, 0, 0, "launch")
-        device, work, run = self.device, self.work, self._run(schedule)
-        memory, extra = self._memory_us(run)
-        memory, arithmetic = self._demands(schedule, memory)
-        body = self._body_us(run, memory, arithmetic)
+        device, work, use = self.device, self.work, _use(self.work, run, self.device)
+        memory, extra = self._memory_us(run, use)
+        memory, arithmetic = self._demands(run, memory)
+        body = self._body_us(run, use, memory, arithmetic)
         us, parallel = self._us(body), min(1.0, run.programs / device.sms)
         bound = "arithmetic" if arithmetic / parallel > memory else "memory"
         if body <= 2 * device.floor_us:
@@ -358,69 +362,52 @@ class Roofline:
         flops = work.fp32 + work.fp64 + work.special + work.integer
         return Cost(us, int(self.dram + extra), int(self.written), flops, bound)
 
-    def _run(self, schedule: Schedule | Placement) -> Run:
-        run = _run(self.work, schedule, self.device)
-        unused = 0.0 if isinstance(schedule, Placement) else self.work.unused_bytes(schedule.block_rows)
-        return replace(run, unused=unused) if unused else run
-
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)
 
-    def _demands(self, schedule: Schedule | Placement, memory: float) -> tuple[float, float]:
-        """Return microseconds of (memory, arithmetic) under a schedule. They include what several programs
-        read and compute again beside their part of a matrix, and exclude products on tensor units."""
-        if isinstance(schedule, Placement):
-            loops, work = self.work.loops, self.work
-            terms = [work.axes[o] for n in products_of(loops, schedule) for o in operands_of(loops.nodes[n])]
-            on_cores = 2 * sum(work.points(axes) for axes in terms)  # a multiplication and an addition
-            arithmetic = _arithmetic_us(work, self.device, on_cores) if on_cores else self.arithmetic_us
-            leaves = schedule.leaves(loops.axes)
-            if _streams(work, leaves):
-                again, l1 = _repeated_us(work, leaves, self.device)
-                return max(memory, l1), arithmetic + again
-            return memory, arithmetic
-        return memory, self.arithmetic_us
+    def _demands(self, run: Run, memory: float) -> tuple[float, float]:
+        """Return microseconds of (memory, arithmetic) in a run. They include what several programs read and
+        compute again beside their part of a matrix, and exclude products on tensor units."""
+        if self.a.in_rows:
+            return memory, self.arithmetic_us
+        work, arithmetic = self.work, self.arithmetic_us
+        if run.terms:  # a multiplication and an addition each
+            on_cores = 2 * sum(work.points(work.axes[n]) for n in run.terms)
+            arithmetic = _arithmetic_us(work, self.device, on_cores)
+        if _streams(work, run.leaves):
+            again, l1 = _repeated_us(work, run.leaves, self.device)
+            return max(memory, l1), arithmetic + again
+        return memory, arithmetic
 
-    def _body_us(self, run: Run, memory: float, arithmetic: float) -> float:
+    def _body_us(self, run: Run, use: Use, memory: float, arithmetic: float) -> float:
         device = self.device
         arithmetic /= min(1.0, run.programs / device.sms)
         busy, starts = max(memory, arithmetic), run.programs * START_US / device.sms
         if 2 * starts > busy:
             busy = (busy**SHARP + starts**SHARP) ** (1 / SHARP)
-        return busy + (1 + self.work.phases) * device.dram_latency_us + run.after_us + self.segments_us
+        return busy + (1 + self.work.phases) * device.dram_latency_us + use.after_us + self.segments_us
 
-    def _memory_us(self, run: Run) -> tuple[float, float]:
+    def _memory_us(self, run: Run, use: Use) -> tuple[float, float]:
         """Return (microseconds, additional device-memory bytes of later passes)."""
         work, device = self.work, self.device
         extra = reread = 0.0
         total = self.dram + self.written
-        if run.rereads:
+        if use.rereads:
             reread_bytes = self.reread_bytes
-            fraction = run.flight / work.count[1]
+            fraction = use.flight / work.count[1]
             if (total + self.l2) * fraction > L2_SHARE * device.l2_bytes:
-                extra = run.rereads * reread_bytes
+                extra = use.rereads * reread_bytes
             else:
                 l1 = L1_SHARE * device.shared_bytes * device.sms
                 exceeds_l1 = self.reread_tensors > 1 and reread_bytes * fraction > l1
-                reread = run.rereads * reread_bytes * (REREAD_SEVERAL if exceeds_l1 else REREAD)
+                reread = use.rereads * reread_bytes * (REREAD_SEVERAL if exceeds_l1 else REREAD)
         parallel = min(1.0, run.programs * SM_SHARE / device.sms)
-        last_wave = run.programs % run.slots if run.programs > run.slots > 0 else 0
+        last_wave = run.programs % use.slots if run.programs > use.slots > 0 else 0
         # too few programs use the bandwidth in the last wave
         idle = max(0.0, device.sms / SM_SHARE - last_wave) if last_wave else 0.0
         tail = idle / max(1, run.programs)
-        seconds = (total + extra + run.unused) * (1 + tail) / (device.copy_bandwidth * run.share * parallel)
-        return 1e6 * (seconds + (self.l2 + reread + run.messages) / (device.l2_bandwidth * parallel)), extra
-
-
-def cost(
-    loops: LoopNest,
-    schedule: Schedule,
-    device: DeviceSpec,
-    buffers: Mapping[str, BufferInfo],
-    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
-) -> Cost:
-    """Predict the cost of one loop nest under one schedule; see `Roofline`."""
-    return Roofline(loops, device, buffers, hints).cost(schedule)
+        seconds = (total + extra + use.unused) * (1 + tail) / (device.copy_bandwidth * use.share * parallel)
+        return 1e6 * (seconds + (self.l2 + reread + use.messages) / (device.l2_bandwidth * parallel)), extra
 
 
 def _arithmetic_us(work: Work, device: DeviceSpec, elsewhere: int = 0) -> float:

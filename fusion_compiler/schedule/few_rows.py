@@ -39,8 +39,7 @@ from fusion_compiler.schedule.placement import (
     Unit,
 )
 from fusion_compiler.schedule.products import Products, is_over
-from fusion_compiler.schedule.schedule import WORD
-from fusion_compiler.schedule.shapes import WARP, padded, warps_of
+from fusion_compiler.schedule.shapes import WARP, WORD, padded, warps_of
 from fusion_compiler.schedule.tile_products import SMALLEST
 
 # Matrices side by side in a loop. Each has tiles in shared memory, and sixteen need more than there is. Six

@@ -8,15 +8,14 @@ is a block for each program that shares the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.schedule import inner_reduction, looped, misaligned, tiles
+from fusion_compiler.schedule import inner_reduction, looped, misaligned
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.registers import tile_registers
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded, powers
 
 WARPS = (1, 2, 4, 8, 16, 32)
@@ -29,32 +28,36 @@ MOST_SHARED_ROWS = 4  # rows that they process at once
 REGISTERS = 255  # registers of a thread
 
 
-def grid(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def grid(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     """Return every combination of extents, warps, programs and stages that `a` allows, unordered; none if
     placements run the nest."""
-    schedules: dict[Schedule, None] = {}
-    if tiles.runs(a):
+    schedules: dict[RowTile, None] = {}
+    if not a.in_rows:
         return ()
     width, count = padded(hint(a.size(COLS))), padded(hint(a.size(ROWS)))
     for cols, block_cols, splits in _coverings(a, width, device):
         for block_rows in powers(1, min(count, MOST_ROWS if splits == 1 else MOST_SHARED_ROWS)):
             for warps in WARPS:
-                tile = Schedule(block_rows, block_cols, cols, num_warps=warps, splits=splits)
-                if _fits_threads(tile, width * count, device) and tile_registers(a, tile) <= REGISTERS:
+                tile = RowTile(block_rows, block_cols, cols, num_warps=warps, splits=splits)
+                if _fits_threads(tile, width * count, device) and _has_registers(a, tile):
                     schedules.update(dict.fromkeys(_loops(a, tile, device)))
     if misaligned.fits(a):
         forms = [(s, misaligned.form_of(a, s)) for s in schedules]
         schedules.update((form, None) for s, form in forms if form and form.block_rows == s.block_rows)
-    return tuple(s for s in schedules if tile_registers(a, s) <= REGISTERS)
+    return tuple(s for s in schedules if _has_registers(a, s))
 
 
-def neighbours(s: Schedule, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
+def _has_registers(a: Analysis, tile: RowTile) -> bool:
+    return Run(a, placement_of(a, tile)).registers <= REGISTERS
+
+
+def neighbours(s: RowTile, schedules: tuple[RowTile, ...]) -> tuple[RowTile, ...]:
     """Return the schedules that differ from `s` in one field, by the next value of that field among them.
     Halving or doubling the tile and the warps together counts as one step: the work of a thread stays."""
-    near: dict[Schedule, None] = {}
-    for name in (f.name for f in fields(Schedule)):
+    near: dict[RowTile, None] = {}
+    for name in RowTile._fields:
         value = getattr(s, name)
-        others = [o for o in schedules if o != s and replace(o, **{name: value}) == s]
+        others = [o for o in schedules if o != s and o._replace(**{name: value}) == s]
         for side in (-1, 1):
             beyond = [o for o in others if (_order(getattr(o, name)) - _order(value)) * side > 0]
             nearest = min(beyond, key=lambda o: abs(_order(getattr(o, name)) - _order(value)), default=None)
@@ -64,7 +67,7 @@ def neighbours(s: Schedule, schedules: tuple[Schedule, ...]) -> tuple[Schedule, 
     for factor in (0.5, 2):
         for name in ("block_rows", "block_cols"):
             scaled = {n: int(getattr(s, n) * factor) for n in (name, "num_warps")}
-            if (scaled_schedule := replace(s, **scaled)) in members:
+            if (scaled_schedule := s._replace(**scaled)) in members:
                 near[scaled_schedule] = None
     return tuple(near)
 
@@ -101,22 +104,22 @@ def _shared(width: int) -> Iterator[tuple[Cols, int, int]]:
         yield from ((Cols.LOOP, block, splits) for block in powers(LEAST_PART, min(part // 2, WIDEST_BLOCK)))
 
 
-def _loops(a: Analysis, tile: Schedule, device: DeviceSpec) -> Iterator[Schedule]:
+def _loops(a: Analysis, tile: RowTile, device: DeviceSpec) -> Iterator[RowTile]:
     """Yield the schedule with one block of rows per program, and with programs that loop over blocks."""
     blocks = -(-hint(a.size(ROWS)) // tile.block_rows)
     across = -(-hint(a.size(COLS)) // tile.block_cols) if tile.cols is Cols.GRID else 1
     if not a.across_rows or blocks == 1 or (blocks <= inner_reduction.MOST_PARTIALS and not a.ends_in_a_row):
         stages = STAGES if tile.cols is Cols.LOOP else STAGES[:1]
-        yield from (replace(tile, num_stages=s) for s in stages)
+        yield from (tile._replace(num_stages=s) for s in stages)
     if not isinstance(a.size(ROWS), int) or (tile.splits > 1 and tile.cols is Cols.LOOP):
         return
     for share in SHARES:
         programs = max(1, share * device.sms // (across * tile.splits))
         if 1 <= programs < blocks or (a.across_rows and programs <= blocks):
-            yield from (replace(tile, programs=programs, num_stages=s) for s in STAGES)
+            yield from (tile._replace(programs=programs, num_stages=s) for s in STAGES)
 
 
-def _fits_threads(tile: Schedule, elements: int, device: DeviceSpec) -> bool:
+def _fits_threads(tile: RowTile, elements: int, device: DeviceSpec) -> bool:
     """True if each thread has a moderate number of elements, or the tensor is too small for that."""
     least, most = THREAD_ELEMENTS
     tile_elements = tile.block_rows * tile.block_cols

@@ -8,7 +8,6 @@ columns. With a number of programs, these loop over the rows and prefetch the ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
@@ -16,8 +15,8 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
 from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.row_widths import ALONE
-from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # warps that a multiprocessor holds
@@ -37,11 +36,11 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return "an unknown number of wide rows is summed" if unknown else None
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, table.shapes("inner_reduction", a, device.target))
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     block = padded(hint(a.size(COLS)))
     shapes: list[Shape] = [(-max(1024, block), 0, max(1, block // 512)), (1, 0, max(1, block // 1024))]
     if a.tall and block <= TALLEST:
@@ -49,7 +48,7 @@ def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     return from_shapes(a, device, tuple(shapes))
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, tuple(_tiles(padded(hint(a.size(COLS))))))
 
 
@@ -60,7 +59,7 @@ def _tiles(block: int) -> Iterator[Shape]:
         yield from ((rows, 0, w) for w in powers(max(1, elements // 2048), min(32, max(1, elements // 256))))
 
 
-def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     if a.scans:
@@ -73,22 +72,22 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
     return tuple(dict.fromkeys(schedules))
 
 
-def _schedule(shape: Shape, block: int, count: int, is_static: bool, device: DeviceSpec) -> Schedule:
+def _schedule(shape: Shape, block: int, count: int, is_static: bool, device: DeviceSpec) -> RowTile:
     rows, cols, warps, *share = shape
     if rows < 0:
         rows = max(1, -rows // block)
     if share:
         programs = max(1, min(share[0] * device.sms, -(-(count if is_static else 1 << 30) // rows)))
-        return Schedule(rows, block, Cols.WHOLE, programs, warps_of(warps, device), num_stages=3)
+        return RowTile(rows, block, Cols.WHOLE, programs, warps_of(warps, device), num_stages=3)
     rows = min(rows, padded(count))
     if not cols:
-        return Schedule(rows, block, Cols.WHOLE, num_warps=warps_of(warps, device))
-    return Schedule(rows, min(cols, block), Cols.LOOP, num_warps=warps_of(warps, device))
+        return RowTile(rows, block, Cols.WHOLE, num_warps=warps_of(warps, device))
+    return RowTile(rows, min(cols, block), Cols.LOOP, num_warps=warps_of(warps, device))
 
 
-def _limit_partials(s: Schedule, count: int, device: DeviceSpec) -> Schedule:
+def _limit_partials(s: RowTile, count: int, device: DeviceSpec) -> RowTile:
     """Return the schedule with few enough programs that the last one has few partial sums to add up."""
     if -(-count // s.block_rows) <= MOST_PARTIALS:
         return s
     programs = min(enough(device.sms * WARPS // s.num_warps, count, s.block_rows), MOST_PARTIALS)
-    return replace(s, programs=programs)
+    return s._replace(programs=programs)

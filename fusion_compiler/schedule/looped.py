@@ -20,8 +20,8 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.row_widths import ALONE, MOST_AT_ONCE, MOST_PARTS
-from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 32  # warps per multiprocessor; with fewer, rows that are only reduced are shared
@@ -44,19 +44,19 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return "an unknown number of wide rows is summed" if unknown else None
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     width = a.size(COLS)
     if a.stores_rows or (isinstance(width, int) and width <= ALONE):
         return from_shapes(a, device, table.shapes("looped", a, device.target))
     return _reading_once(a, device)
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     width = a.size(COLS)
     return () if isinstance(width, int) and width <= SHORT else from_shapes(a, device, TYPICAL)
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, (*TYPICAL, *_blocks()))
 
 
@@ -65,10 +65,10 @@ def _blocks() -> Iterator[Shape]:
         yield from ((part, block, block // 1024) for part in (0, block, 2 * block))
 
 
-def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
     width, most = hint(a.size(COLS)), min(MOST_PARTS, device.sms)
     rows = min(SECTOR, padded(hint(a.size(ROWS)))) if a.scans and a.tall else 1
-    schedules: list[Schedule] = []
+    schedules: list[RowTile] = []
     for part, block, warps, *registers in shapes:
         warps = warps_of(warps, device)
         if not part:
@@ -79,7 +79,7 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
     return tuple(dict.fromkeys(schedules))
 
 
-def _reading_once(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def _reading_once(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     """Return schedules of rows that are only reduced: many loads in flight, and programs that end together.
 
     They come from a formula, because the number of programs per row depends on the number of rows on the
@@ -96,7 +96,7 @@ def _reading_once(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
         warps = 8 if rows * 8 <= slots else 4
         shapes.insert(0, (1024 * warps, warps))
     parts = [max(1, min(most, slots // (warps * rows))) for _, warps in shapes]
-    schedules: list[Schedule] = []
+    schedules: list[RowTile] = []
     for n, (block, warps) in zip(parts, shapes, strict=True):
         warps = warps_of(warps, device)
         shared = _shared(width, -(-width // n), block, warps, most) if n > 1 else None
@@ -110,15 +110,15 @@ def _busy(waves: float) -> float:
     return round(waves / ceil(waves), 1)
 
 
-def _unshared(width: int, block: int, warps: int, rows: int = 1) -> Schedule:
-    return Schedule(rows, min(block // rows, max(16, padded(width))), Cols.LOOP, num_warps=warps)
+def _unshared(width: int, block: int, warps: int, rows: int = 1) -> RowTile:
+    return RowTile(rows, min(block // rows, max(16, padded(width))), Cols.LOOP, num_warps=warps)
 
 
 def _shared(
     width: int, part: int, block: int, warps: int, most: int, registers: int | None = None
-) -> Schedule:
+) -> RowTile:
     """Return the schedule with at most `most` programs of at least `part` columns each, in whole blocks."""
     part = max(-(-part // block), -(-width // (most * block))) * block
     splits = -(-width // part)
     cols = Cols.WHOLE if part == block and splits > 1 else Cols.LOOP
-    return Schedule(1, block, cols, num_warps=warps, splits=splits, registers=registers)
+    return RowTile(1, block, cols, num_warps=warps, splits=splits, registers=registers)

@@ -18,9 +18,9 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Random
 from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.registers import tile_registers
-from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
-from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
+from fusion_compiler.schedule.run import Run
+from fusion_compiler.schedule.shapes import WORD, padded
 
 Shape = tuple[int, ...]
 Trait = Callable[[Analysis], bool]
@@ -93,7 +93,8 @@ def random_numbers(a: Analysis) -> bool:
 
 def crowded(a: Analysis) -> bool:
     """True if eight warps would have few registers left beside tiles."""
-    return tile_registers(a, Schedule(1, padded(hint(a.size(COLS))), Cols.WHOLE, num_warps=8)) > CROWDED
+    row = RowTile(1, padded(hint(a.size(COLS))), Cols.WHOLE, num_warps=8)
+    return Run(a, placement_of(a, row)).registers > CROWDED
 
 
 def misaligned(a: Analysis) -> bool:

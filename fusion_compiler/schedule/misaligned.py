@@ -17,12 +17,13 @@ after the loop. Its blocks are inside the row and have no masks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import gcd
 
+from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Random
-from fusion_compiler.schedule.analysis import Analysis, end_lanes, inner_cols, part_cols, parts_of
-from fusion_compiler.schedule.schedule import WORD, Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, part_cols, parts_of
+from fusion_compiler.schedule.shapes import WORD
 
 WORDS = (WORD, WORD // 2)
 NARROWEST = 512  # columns of a tile; narrower ones have several rows with different leads
@@ -42,7 +43,7 @@ def fits(a: Analysis) -> bool:
     )
 
 
-def form_of(a: Analysis, s: Schedule) -> Schedule | None:
+def form_of(a: Analysis, s: RowTile) -> RowTile | None:
     """Return the misaligned form of a schedule, with one row per block; None if it has none.
 
     The form has the warps of one row. Programs that share a row keep all warps, and if they loop over rows
@@ -53,7 +54,7 @@ def form_of(a: Analysis, s: Schedule) -> Schedule | None:
         return None  # a loop's last tile has both ends of a row, and scans run in order
     warps = s.num_warps if s.splits > 1 else max(1, s.num_warps // s.block_rows)
     loops_over_rows = s.splits > 1 and s.cols is Cols.WHOLE and s.programs is not None
-    form = replace(s, block_rows=s.block_rows if loops_over_rows else 1, num_warps=warps, word=WORD)
+    form = s._replace(block_rows=s.block_rows if loops_over_rows else 1, num_warps=warps, word=WORD)
     if s.cols is Cols.GRID:
         one_row = s.programs is None and not a.across_rows and a.size(ROWS) != 1
         return form if one_row else None
@@ -66,7 +67,7 @@ def form_of(a: Analysis, s: Schedule) -> Schedule | None:
     return _in_step(form, s.programs * (s.num_warps // warps), width)
 
 
-def _in_step(s: Schedule, programs: int, width: int) -> Schedule | None:
+def _in_step(s: RowTile, programs: int, width: int) -> RowTile | None:
     """Return the form with at most so many programs looping over rows, with a constant lead.
 
     Their number must be a multiple of the distance between rows with the same lead. If that loses a tenth of
@@ -74,18 +75,40 @@ def _in_step(s: Schedule, programs: int, width: int) -> Schedule | None:
     """
     in_step = {word: programs // apart * apart for word in WORDS if (apart := word // gcd(width, word))}
     word = next((w for w in WORDS if 10 * in_step[w] >= 9 * programs), max(WORDS, key=in_step.__getitem__))
-    return replace(s, programs=in_step[word], word=word) if in_step[word] else None
+    return s._replace(programs=in_step[word], word=word) if in_step[word] else None
 
 
-def _with_room_for_its_ends(a: Analysis, s: Schedule) -> Schedule:
+def _with_room_for_its_ends(a: Analysis, s: RowTile) -> RowTile:
     """Narrow the blocks of a loop over columns until one tile as wide as `s` holds both ends of the row."""
     form = s
     while form.block_cols > WORD and not (inner_cols(a, form) and 0 < end_lanes(a, form) <= s.block_cols):
-        form = replace(form, block_cols=form.block_cols // 2)
+        form = form._replace(block_cols=form.block_cols // 2)
     return form
 
 
-def _covers(a: Analysis, s: Schedule, width: int) -> bool:
+def inner_cols(a: Analysis, s: RowTile) -> Dim:
+    """Return how many columns a loop covers in whole blocks within the row; a last tile covers the rest.
+
+    A masked loop covers all columns if their number is unknown, if one block has them, or if a scan is
+    reversed, since its loop starts with the last block. In misaligned rows the last tile has both ends: the
+    rest of the first word, and the columns after the last block.
+    """
+    size = a.size(COLS)
+    if not isinstance(size, int) or size <= s.block_cols or True in a.directions:
+        return size
+    return (size - s.word) // s.block_cols * s.block_cols
+
+
+def end_lanes(a: Analysis, s: RowTile) -> int:
+    """Return the lanes of the tile that has the rest of a loop's columns, at any lead; 0 if none are left."""
+    size, inner = a.size(COLS), inner_cols(a, s)
+    if inner == size:
+        return 0
+    assert isinstance(size, int) and isinstance(inner, int)  # only rows of known size have an end
+    return 1 << (size - inner + max(s.word, 1) - 2).bit_length()
+
+
+def _covers(a: Analysis, s: RowTile, width: int) -> bool:
     """True if the programs of a row cover it at every lead, and each has a column if there is no loop. In a
     loop, the program with the end of the row has its last columns."""
     part, inner = part_cols(a, s), inner_cols(a, s)
@@ -96,16 +119,16 @@ def _covers(a: Analysis, s: Schedule, width: int) -> bool:
     return s.splits * part >= width + s.word - 1 and (s.splits - 1) * part < width
 
 
-def with_misaligned(a: Analysis, schedules: tuple[Schedule, ...]) -> tuple[Schedule, ...]:
-    """Return the schedules and their misaligned forms; forms that loop over rows come first.
+def with_misaligned(a: Analysis, tiles: tuple[RowTile, ...]) -> tuple[RowTile, ...]:
+    """Return some tiles and their misaligned forms; forms that loop over rows come first.
 
-    A loop that begins with the row's first word prefetches nothing. The first schedule stays first: it serves
+    A loop that begins with the row's first word prefetches nothing. The first tile stays first: it serves
     inputs that do not begin with a word. Its own kind comes last.
     """
     if not fits(a):
-        return schedules
+        return tiles
     # moving single elements takes more registers
-    plain = tuple(replace(s, registers=None) for s in schedules)
-    candidates = (form_of(a, s) for s in schedules if s.block_cols >= NARROWEST)
+    plain = tuple(s._replace(registers=None) for s in tiles)
+    candidates = (form_of(a, s) for s in tiles if s.block_cols >= NARROWEST)
     forms = sorted(dict.fromkeys(s for s in candidates if s is not None), key=lambda s: s.programs is None)
     return (plain[0], *forms, *plain[1:])

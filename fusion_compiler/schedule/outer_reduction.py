@@ -13,7 +13,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule.analysis import Analysis, enough
 from fusion_compiler.schedule.measured import Shape
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 # warps per multiprocessor: enough in flight with 32 elements per thread in three stages
@@ -32,7 +32,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     """Return the best tiles as a formula, because they depend on the number of columns per multiprocessor."""
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if a.size(COLS) == 1:
@@ -43,21 +43,21 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
     return from_shapes(a, device, ((WHOLE,) if by_row else ()) + tiles)
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return measured(a, device)[:3]
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     if hint(a.size(COLS)) <= 1:
         return ()
     shapes = ((32 * w * 32 // cols, cols, w, 2) for cols in powers(32, 1024) for w in powers(1, 16))
     return from_shapes(a, device, tuple(s for s in shapes if s[0]))
 
 
-def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     width_padded, tallest = padded(width), padded(count)
-    schedules: dict[Schedule, None] = {}
+    schedules: dict[RowTile, None] = {}
     for rows, cols, warps, share in shapes:
         if not cols:
             programs = _programs(count, 1, share * device.sms)
@@ -67,14 +67,14 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
         warps = max(1, min(warps_of(warps, device), rows * block // (16 * device.warp_size)))
         programs = _programs(count, rows, share * device.sms // -(-width // block))
         if isinstance(a.size(ROWS), int) and rows >= count:  # all loads at once
-            schedules[Schedule(rows, block, Cols.GRID, num_warps=warps)] = None
+            schedules[RowTile(rows, block, Cols.GRID, num_warps=warps)] = None
         else:
             schedules[_staged(rows, block, Cols.GRID, programs, warps)] = None
     return tuple(schedules)
 
 
-def _staged(rows: int, block: int, cols: Cols, programs: int, warps: int) -> Schedule:
-    return Schedule(rows, block, cols, programs, num_warps=warps, num_stages=3)
+def _staged(rows: int, block: int, cols: Cols, programs: int, warps: int) -> RowTile:
+    return RowTile(rows, block, cols, programs, num_warps=warps, num_stages=3)
 
 
 def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
@@ -102,11 +102,11 @@ def _programs(count: int, rows: int, most: int) -> int:
     return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 
-def _one_column(device: DeviceSpec, count: int) -> tuple[Schedule, ...]:
+def _one_column(device: DeviceSpec, count: int) -> tuple[RowTile, ...]:
     """Return schedules of a sum over everything."""
-    schedules: dict[Schedule, None] = {}
+    schedules: dict[RowTile, None] = {}
     for elements, share, warps in ALL:
         rows = min(elements, padded(count))
         programs = _programs(count, rows, share * device.sms)
-        schedules[Schedule(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
+        schedules[RowTile(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
     return tuple(schedules)

@@ -14,8 +14,8 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis, enough
 from fusion_compiler.schedule.measured import Shape
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.row_widths import ALONE
-from fusion_compiler.schedule.schedule import Cols, Schedule
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 TILE = 8192  # elements of a tensor in flight per multiprocessor, 32 per thread
@@ -32,20 +32,20 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return f"{width} sums over rows do not fit in registers ({ALONE})" if width > ALONE else None
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, table.shapes("persistent", a, device.target))
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, ((TILE, 1, 8, 3), (TILE // 2, 2, 4, 3)))
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     shapes = [(TILE // share, share, w, 3) for share in (1, 2, 4) for w in powers(8 // share, 16 // share)]
     return from_shapes(a, device, tuple(shapes))
 
 
-def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[Schedule, ...]:
+def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
     width, count = a.size(COLS), hint(a.size(ROWS))
     assert isinstance(width, int)
     block, is_static = padded(width), isinstance(a.size(ROWS), int)
@@ -57,7 +57,7 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
 
     tiles = [(max(1, elements // block), *rest) for elements, *rest in shapes]
     schedules = (
-        Schedule(r, block, Cols.WHOLE, programs(r, share), warps_of(w, device), num_stages=stages)
+        RowTile(r, block, Cols.WHOLE, programs(r, share), warps_of(w, device), num_stages=stages)
         for r, share, w, stages in tiles
     )
     return tuple(dict.fromkeys(schedules))

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
 from fusion_compiler.ir.loops import (
@@ -186,8 +185,3 @@ class PlacedAxes:
 def placed(leaves: Iterable[Leaf], place: Place) -> list[Leaf]:
     """Return the leaves that are at a place, in the order of their directives."""
     return sorted((leaf for leaf in leaves if leaf.place is place), key=lambda leaf: leaf.order)
-
-
-def elements(leaves: Iterable[Leaf], place: Place) -> int:
-    """Return the elements of a tile, or the copies of a statement, for the leaves that are at a place."""
-    return prod(leaf.lanes for leaf in leaves if leaf.place is place)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import Axis
@@ -40,6 +40,8 @@ class Place(StrEnum):
     LOOP = "LOOP"
     LANES = "LANES"
     UNROLL = "UNROLL"
+
+    __hash__ = str.__hash__  # an enumeration's own is a Python function
 
 
 class Access(StrEnum):
@@ -134,10 +136,10 @@ class In(Printed):
 
 
 Directive = Fuse | Align | Split | At | On | Via | In
+PLACING = (At, Split, Align)  # directives of one axis
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A part of an axis that is placed as one.
 
     axis: the number of the axis; fused axes have the numbers behind all others. members: the number of the
@@ -174,8 +176,6 @@ class Placement:
     num_stages: int = 1
     registers: int | None = None
     early: int = 0
-    splits: ClassVar[int] = 1  # what a `Schedule` says besides
-    in_passes: ClassVar[bool] = False
 
     def __str__(self) -> str:
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
@@ -196,7 +196,7 @@ class Placement:
 
     @property
     def misaligned(self) -> bool:
-        """True if another program has to run where an input is not aligned, as under such a `Schedule`."""
+        """True if another program has to run where an input is not aligned."""
         return bool(self.descriptors or self.word)
 
     @property
@@ -247,8 +247,10 @@ class Placement:
 
     def fused(self, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the axes that each fused axis has. Raises ValueError where there are none."""
+        fuses = [directive for directive in self.directives if type(directive) is Fuse]
+        if not fuses:
+            return ()
         numbers = {axis.name: number for number, axis in enumerate(axes)}
-        fuses = [directive for directive in self.directives if isinstance(directive, Fuse)]
         for fuse in fuses:
             if missing := set(fuse.axes) - numbers.keys():
                 raise ValueError(f"{fuse}: there is no axis {min(missing)} left to place")
@@ -257,33 +259,29 @@ class Placement:
     def leaves(self, axes: tuple[Axis, ...]) -> tuple[Leaf, ...]:
         """Return the parts of all axes in the order of their directives. Raises ValueError where an axis is
         not placed, or placed twice."""
-        parts = {axis.name: (number, frozenset({number}), axis.size, 1) for number, axis in enumerate(axes)}
-        fused = iter(enumerate(self.fused(axes), len(axes)))
+        parts = {axis.name: (number, frozenset((number,)), axis.size, 1) for number, axis in enumerate(axes)}
+        fused = enumerate(self.fused(axes), len(axes))
         leaves: list[Leaf] = []
         for position, directive in enumerate(self.directives):
-            if isinstance(directive, On | Via | In):
-                continue
-            if isinstance(directive, Fuse):
+            if type(directive) is Fuse:
                 number, members = next(fused)
                 for member in members:
                     del parts[axes[member].name]
                 size = product(axes[member].size for member in members)
                 parts[directive.name] = number, frozenset(members), size, 1
-                continue
-            if directive.axis not in parts:
-                raise ValueError(f"{directive}: there is no axis {directive.axis} left to place")
-            number, members, extent, step = parts.pop(directive.axis)
-            if isinstance(directive, Align):
-                parts[directive.axis] = number, members, extent + directive.word_size - 1, step
-                continue
-            if isinstance(directive, At):
-                leaves.append(
-                    Leaf(directive.axis, number, members, extent, step, directive.place, position)
-                )
-                continue
-            inner = directive.inner
-            parts[f"{directive.axis}.o"] = number, members, ceil_div(extent, inner), step * inner
-            parts[f"{directive.axis}.i"] = number, members, inner, step
+            elif isinstance(directive, PLACING):
+                name = directive.axis
+                if name not in parts:
+                    raise ValueError(f"{directive}: there is no axis {name} left to place")
+                number, members, extent, step = parts.pop(name)
+                if isinstance(directive, At):
+                    leaves.append(Leaf(name, number, members, extent, step, directive.place, position))
+                elif isinstance(directive, Align):
+                    parts[name] = number, members, extent + directive.word_size - 1, step
+                else:
+                    inner = directive.inner
+                    parts[f"{name}.o"] = number, members, ceil_div(extent, inner), step * inner
+                    parts[f"{name}.i"] = number, members, inner, step
         if parts:
             raise ValueError(f"{', '.join(parts)} has no place")
         return tuple(leaves)

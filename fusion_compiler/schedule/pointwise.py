@@ -16,7 +16,7 @@ from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.measured import Shape
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 SHORT = 512  # columns; several shorter rows share a tile
@@ -30,15 +30,15 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def measured(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, table.shapes("pointwise", a, device.target))
 
 
-def typical(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, ((64, 64, 8),) if a.mixed else ((0, 2048, 4), (0, 1024, 2)))
 
 
-def others(a: Analysis, device: DeviceSpec) -> tuple[Schedule, ...]:
+def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     return from_shapes(a, device, _squares() if a.mixed else _blocks())
 
 
@@ -54,7 +54,7 @@ def _blocks() -> Iterator[Shape]:
 
 def from_shapes(
     a: Analysis, device: DeviceSpec, shapes: Iterator[Shape] | tuple[Shape, ...]
-) -> tuple[Schedule, ...]:
+) -> tuple[RowTile, ...]:
     tallest, widest = (padded(hint(a.size(g))) for g in (ROWS, COLS))
     width = max(4, widest)
     squares: list[Shape] = []
@@ -70,6 +70,6 @@ def from_shapes(
             tiles.append((min(tallest, cols // block), block, warps))
     all_shapes = (*squares, *[t for t in tiles if t[0] > 1][:3], *rows_each)
     return tuple(
-        Schedule(rows, cols, Cols.GRID, num_warps=warps_of(warps, device))
+        RowTile(rows, cols, Cols.GRID, num_warps=warps_of(warps, device))
         for rows, cols, warps in dict.fromkeys(all_shapes)
     )

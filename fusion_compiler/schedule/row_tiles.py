@@ -1,12 +1,17 @@
-"""Placements of the tiles of rows and columns that `Schedule` describes."""
+"""Tiles of rows and columns, and their placements.
+
+The kinds of schedules describe how programs go through a nest of rows and columns by a `RowTile`;
+`placement_of` gives its directives.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from enum import StrEnum
+from typing import NamedTuple
 
-from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import COLS, GROUPS, RAGGED, ROWS
-from fusion_compiler.schedule.analysis import Analysis, ceil_div, part_cols, parts_of
+from fusion_compiler.ir.dims import Dim, hint, product
+from fusion_compiler.ir.loops import COLS, ROWS
+from fusion_compiler.schedule.analysis import Analysis, ceil_div
 from fusion_compiler.schedule.placement import (
     Align,
     At,
@@ -18,8 +23,7 @@ from fusion_compiler.schedule.placement import (
     Split,
     Stage,
 )
-from fusion_compiler.schedule.schedule import Cols, Schedule
-from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.shapes import WORD, padded
 
 # Most programs that increment a counter. Each waits until its results have arrived, and one program, with as
 # many warps as the others, reads them all. With 16384, that takes 8 us on an H200, and a second kernel 2.
@@ -27,65 +31,154 @@ MOST_TICKETS = 4096
 NAMES = {ROWS: "row", COLS: "col"}  # of the axes that a group's axes are fused to
 
 
-def without_idle_programs(a: Analysis, s: Schedule) -> Schedule:
-    """Return a schedule in which every program that shares a row has columns."""
-    return s if s.splits == 1 else replace(s, splits=hint(parts_of(a, s)))
+class Cols(StrEnum):
+    WHOLE = "whole"
+    GRID = "grid"
+    LOOP = "loop"
+
+    __hash__ = str.__hash__  # an enumeration's own is a Python function
 
 
-def placement_of(a: Analysis, s: Schedule) -> Placement:
-    """Return the placement of a schedule, in which every program that shares a row has columns."""
-    directives: list[Directive] = []
-    for group in GROUPS:
-        axes = a.axes[group]
-        if not axes:
-            continue
-        name = axes[0].name
-        if len(axes) > 1:
-            name = NAMES[group]
-            directives.append(Fuse(tuple(axis.name for axis in axes), name))
-        if group == COLS and s.misaligned:
-            directives.append(Align(name, s.word))
-        directives += _rows(name, a, s) if group == ROWS else _cols(name, a, s)
-    ragged = (axis.name for axis in a.loops.axes if axis.group == RAGGED)
-    directives += [At(name, Place.LOOP) for name in ragged]
-    grid = [d for d in directives if isinstance(d, At) and d.place is not Place.LANES]
-    last: list[Directive] = [d for d in directives if isinstance(d, At) and d.place is Place.LANES]
-    others = [d for d in directives if not isinstance(d, At)]
-    programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
-    if not a.ends_in_a_row and isinstance(programs, int) and 1 < programs <= MOST_TICKETS:
-        last += [In(name, Stage.LAST) for name in dict.fromkeys(a.loops.names[n] for n in a.across_rows)]
-    return Placement((*others, *grid, *last), s.num_warps, s.num_stages, s.registers)
+class RowTile(NamedTuple):
+    """A tile of rows and columns, and how programs go through a nest by it.
+
+    block_rows, block_cols: extents of a tile, powers of two.
+    cols: how the columns are covered.
+    programs: how many programs share the rows in a loop; None means one block per program.
+    splits: programs that share a block of rows, each with consecutive columns. They run at the same time and
+        exchange the results of their reductions, as 32 bits per row, once per block. In a loop over rows,
+        `programs` counts groups of them.
+    word: elements per word if rows begin at any address (`schedule.misaligned`). Columns are then counted
+        from the word in which the row begins. 0 counts them from the row's first element. A block has one
+        row, or several in a loop that programs share.
+    registers: most registers of a thread, so that the intended number of programs runs at the same time.
+    """
+
+    block_rows: int
+    block_cols: int
+    cols: Cols
+    programs: int | None = None
+    num_warps: int = 4
+    num_stages: int = 1
+    splits: int = 1
+    word: int = 0
+    registers: int | None = None
+
+    def __str__(self) -> str:
+        split = f" of {self.splits} parts" if self.splits > 1 else ""
+        loop = f", {self.programs} programs" if self.programs else ""
+        stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
+        by = f" by {self.word}" if self.word != WORD else ""
+        window = f" misaligned{by}" if self.misaligned else ""
+        tile = f"{self.block_rows} x {self.block_cols} {self.cols}{window}{split}"
+        limit = f", {self.registers} registers" if self.registers else ""
+        return f"{tile}{loop}, {self.num_warps} warps{stages}{limit}"
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of a tile."""
+        return self.block_rows * self.block_cols
+
+    @property
+    def misaligned(self) -> bool:
+        return self.word > 0
+
+    @property
+    def rows_apart(self) -> int:
+        """Return the distance between the rows of a block. Misaligned rows must begin at the same place of
+        a word."""
+        if not self.misaligned or self.block_rows == 1:
+            return 1
+        assert self.programs is not None
+        return self.programs
 
 
-def _rows(name: str, a: Analysis, s: Schedule) -> list[Directive]:
-    directives: list[Directive] = []
+def part_cols(a: Analysis, s: RowTile) -> Dim:
+    """Return how many columns each program that shares a row has, a multiple of the block."""
+    return product((ceil_div(a.size(COLS), s.splits * s.block_cols), s.block_cols))
+
+
+def parts_of(a: Analysis, s: RowTile) -> Dim:
+    """Return how many programs that share a row have columns."""
+    return ceil_div(a.size(COLS) + max(s.word - 1, 0), hint(part_cols(a, s)))
+
+
+def placement_of(a: Analysis, s: RowTile) -> Placement:
+    """Return the placement of a tile. Where programs share a row, each of them has columns."""
+    cuts: list[Directive] = []
+    outer: list[Directive] = []
+    lanes: list[Directive] = []
+    if a.axes[ROWS]:
+        _place_rows(_fused(a, ROWS, cuts), a, s, cuts, outer, lanes)
+    if a.axes[COLS]:
+        name = _fused(a, COLS, cuts)
+        if s.word:
+            cuts.append(Align(name, s.word))
+        _place_cols(name, a, s, cuts, outer, lanes)
+    outer += [At(a.loops.axes[axis].name, Place.LOOP) for axis in sorted(a.ragged)]
+    if a.across_rows and not a.ends_in_a_row:
+        programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
+        if isinstance(programs, int) and 1 < programs <= MOST_TICKETS:
+            names = dict.fromkeys(a.loops.names[n] for n in a.across_rows)
+            lanes += [In(name, Stage.LAST) for name in names]
+    return Placement((*cuts, *outer, *lanes), s.num_warps, s.num_stages, s.registers)
+
+
+def _fused(a: Analysis, group: str, cuts: list[Directive]) -> str:
+    """Return the name of the axis that the axes of a group make up."""
+    axes = a.axes[group]
+    if len(axes) == 1:
+        return axes[0].name
+    cuts.append(Fuse(tuple(axis.name for axis in axes), NAMES[group]))
+    return NAMES[group]
+
+
+def _place_rows(
+    name: str,
+    a: Analysis,
+    s: RowTile,
+    cuts: list[Directive],
+    outer: list[Directive],
+    lanes: list[Directive],
+) -> None:
+    """Add the directives of the rows: those that cut the axis, the places outside of a tile, and inside."""
     size = a.size(ROWS)
-    if s.programs is None and isinstance(size, int) and padded(size) == s.block_rows > 1:
-        return [At(name, Place.LANES)]
-    if s.rows_apart > 1:  # the rows of a block begin at the same place of a word
-        places = At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP), At(f"{name}.o.i", Place.LANES)
-        return [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows), *places]
-    if s.block_rows > 1:
-        directives += [Split(name, s.block_rows), At(f"{name}.i", Place.LANES)]
-        name = f"{name}.o"
-    if s.programs is None:
-        return [*directives, At(name, Place.GRID)]
-    if s.programs == 1:
-        return [*directives, At(name, Place.LOOP)]
-    return [
-        *directives,
-        Split(name, s.programs),
-        At(f"{name}.i", Place.GRID),
-        At(f"{name}.o", Place.LOOP),
-    ]
+    if s.block_rows > 1 and s.programs is None and isinstance(size, int) and padded(size) == s.block_rows:
+        lanes.append(At(name, Place.LANES))
+    elif s.word and s.rows_apart > 1:  # the rows of a block begin at the same place of a word
+        cuts += [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows)]
+        outer += [At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP)]
+        lanes.append(At(f"{name}.o.i", Place.LANES))
+    else:
+        if s.block_rows > 1:
+            cuts.append(Split(name, s.block_rows))
+            lanes.append(At(f"{name}.i", Place.LANES))
+            name = f"{name}.o"
+        if s.programs is None:
+            outer.append(At(name, Place.GRID))
+        elif s.programs == 1:
+            outer.append(At(name, Place.LOOP))
+        else:
+            cuts.append(Split(name, s.programs))
+            outer += [At(f"{name}.i", Place.GRID), At(f"{name}.o", Place.LOOP)]
 
 
-def _cols(name: str, a: Analysis, s: Schedule) -> list[Directive]:
-    directives: list[Directive] = []
-    if s.splits > 1:
-        directives += [Split(name, hint(part_cols(a, s))), At(f"{name}.o", Place.SHARED)]
+def _place_cols(
+    name: str,
+    a: Analysis,
+    s: RowTile,
+    cuts: list[Directive],
+    outer: list[Directive],
+    lanes: list[Directive],
+) -> None:
+    """Add the directives of the columns."""
+    if s.splits > 1 and parts_of(a, s) != 1:
+        cuts.append(Split(name, hint(part_cols(a, s))))
+        outer.append(At(f"{name}.o", Place.SHARED))
         name = f"{name}.i"
     if s.cols is Cols.WHOLE:
-        return [*directives, At(name, Place.LANES)]
-    outer = Place.GRID if s.cols is Cols.GRID else Place.LOOP
-    return [*directives, Split(name, s.block_cols), At(f"{name}.o", outer), At(f"{name}.i", Place.LANES)]
+        lanes.append(At(name, Place.LANES))
+    else:
+        cuts.append(Split(name, s.block_cols))
+        outer.append(At(f"{name}.o", Place.GRID if s.cols is Cols.GRID else Place.LOOP))
+        lanes.append(At(f"{name}.i", Place.LANES))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from fusion_compiler.ir.device import DeviceSpec
 
 WARP = 32  # threads of the warps in which shapes are given
+WORD = 8  # elements of two bytes in the widest access
 
 
 def padded(size: int) -> int:

@@ -14,8 +14,7 @@ one's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import ModuleType
 
@@ -39,8 +38,8 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.measured import TARGETS
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.registers import MOST, tile_registers
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.row_tiles import RowTile, placement_of
+from fusion_compiler.schedule.run import MOST
 from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (pointwise, outer_reduction, cooperative, persistent, inner_reduction, looped)
@@ -55,7 +54,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no schedule runs a loop nest on a device, or None if some do."""
-    if tiles.runs(a):
+    if not a.in_rows:
         if windowed.runs(a.loops):
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
         return tiles.refuses(a)
@@ -68,30 +67,37 @@ def schedules(
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
-) -> tuple[Schedule | Placement, ...]:
-    """Return the legal schedules of a loop nest, best first; none if `refusal` has a reason.
+) -> tuple[Placement, ...]:
+    """Return the legal placements of a loop nest, best first; none if `refusal` has a reason.
 
-    Schedules measured to be fast on this device come first, then the others by cost. Schedules with too many
-    registers for tiles come last, in order of their registers.
     buffers: the known ones.
     """
     a = Analysis(loops)
-    if tiles.runs(a):
-        if windowed.runs(loops):
-            return windowed.placements(loops, device, hints)
-        roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
-        return tiles.placements(a, roofline, hints)
+    roofline = Roofline(a, device, buffers_of(loops) | dict(buffers), hints)
+    if a.in_rows:
+        return tuple(placement_of(a, tile) for tile in row_tiles(a, roofline))
+    if windowed.runs(loops):
+        return windowed.placements(loops, device, hints)
+    return tiles.placements(a, roofline, hints)
+
+
+def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
+    """Return the tiles of rows and columns that run a nest, best first.
+
+    Those measured to be fast on this device come first, then the others by cost. Tiles with too many
+    registers come last, in order of their registers.
+    """
+    device = roofline.device
     kinds = _kinds(a, device)
     measured = tuple(
         dict.fromkeys(s for kind in kinds for s in _runnable(a, kind.measured(a, device), device))
     )
     further = (s for kind in kinds for s in (*kind.typical(a, device), *kind.others(a, device)))
     others = tuple(s for s in dict.fromkeys(_runnable(a, further, device)) if s not in measured)
-    roofline = Roofline(loops, device, buffers_of(loops) | dict(buffers), hints)
-    us = {s: roofline.us(s) for s in others}
-    us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(s) for i, s in enumerate(measured)}
-    registers = {s: tile_registers(a, s) for s in us}
-    crowded = {s: count if count > MOST else 0.0 for s, count in registers.items()}
+    runs = {s: roofline.run(placement_of(a, s)) for s in (*others, *measured)}
+    us = {s: roofline.us(runs[s]) for s in others}
+    us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(runs[s]) for i, s in enumerate(measured)}
+    crowded = {s: run.registers if run.registers > MOST else 0.0 for s, run in runs.items()}
     measured_here = device.target in TARGETS and not all(crowded[s] for s in measured)
     leaders = sorted(measured, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
@@ -101,22 +107,20 @@ def schedules(
     return tuple(dict.fromkeys((*misaligned.with_misaligned(a, tuple(leaders)), *ranked)))
 
 
-def cheapest(a: Analysis, roofline: Roofline) -> Cost:
-    """Return the cost of a loop nest under the best of its typical schedules. Raises LookupError if there
+def cheapest(roofline: Roofline) -> Cost:
+    """Return the cost of a loop nest under the best of its typical placements. Raises LookupError if there
     are none."""
     if roofline.empty:
         return Cost(0.0, 0, 0, 0, "launch")
-    candidates: Iterable[Schedule | Placement]
-    if tiles.runs(a):
-        candidates = tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]
+    a, device = roofline.a, roofline.device
+    if a.in_rows:
+        typical = [s for kind in _kinds(a, device) for s in kind.typical(a, device)]
+        placements = [placement_of(a, s) for s in _runnable(a, typical, device)]
     else:
-        typical = (s for kind in _kinds(a, roofline.device) for s in kind.typical(a, roofline.device))
-        candidates = _runnable(a, typical, roofline.device)
-    costs = map(roofline.cost, candidates)
-    best = min(costs, key=attrgetter("us"), default=None)
-    if best is None:
-        raise LookupError(refusal(a, roofline.device) or "no schedule")
-    return best
+        placements = tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]
+    if not placements:
+        raise LookupError(refusal(a, device) or "no schedule")
+    return min([roofline.cost(roofline.run(p)) for p in placements], key=attrgetter("us"))
 
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
@@ -132,16 +136,18 @@ def _kinds(a: Analysis, device: DeviceSpec) -> list[ModuleType]:
     return [kind for kind in _suited(a) if not kind.refuses(a, device)]
 
 
-def _runnable(a: Analysis, candidates: Iterable[Schedule], device: DeviceSpec) -> Iterator[Schedule]:
-    """Yield the schedules for which a device has enough threads, without pipelining of gathers.
+def _runnable(a: Analysis, candidates: Iterable[RowTile], device: DeviceSpec) -> list[RowTile]:
+    """Return the tiles for which a device has enough threads, without pipelining of gathers.
 
     Asynchronous copies of gathered elements, of four bytes each or past the cache, take longer than loads,
     and need room for as many whole tiles.
     """
-    for s in candidates:
-        if s.num_warps * device.warp_size <= MOST_THREADS:
-            gathers = s.num_stages > 1 and a.gathers(s.block_rows, s.block_cols)
-            yield replace(s, num_stages=1) if gathers else s
+    most = MOST_THREADS // device.warp_size
+    return [
+        s._replace(num_stages=1) if s.num_stages > 1 and a.gathers(s.block_rows, s.block_cols) else s
+        for s in candidates
+        if s.num_warps <= most
+    ]
 
 
 def buffers_of(loops: LoopNest) -> dict[str, BufferInfo]:

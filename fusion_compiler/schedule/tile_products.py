@@ -96,6 +96,8 @@ def with_exact_products(
 ) -> tuple[Placement, ...]:
     """Return the placements in which tensor cores make no product whose result needs more digits of the
     matrix than they take. dtypes: of the buffers."""
+    if not any(isinstance(directive, On) for placement in placements for directive in placement.directives):
+        return placements
     short = Analysis(loops).fp16_values(dtypes)
 
     def is_exact(number: int, of: Product) -> bool:

@@ -35,10 +35,10 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
-from fusion_compiler.schedule.registers import MOST
+from fusion_compiler.schedule.run import MOST
 from fusion_compiler.schedule.shapes import are_apart, padded
-from fusion_compiler.schedule.tile_products import SMALLEST, product_of, products_of, with_exact_products
-from fusion_compiler.schedule.verifier import held_registers, refusal
+from fusion_compiler.schedule.tile_products import SMALLEST, product_of, with_exact_products
+from fusion_compiler.schedule.verifier import refusal
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
@@ -48,11 +48,6 @@ MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled,
 # What buffers of elements with so many bytes most likely hold: the planner knows no more.
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
-
-
-def runs(a: Analysis) -> bool:
-    """True if placements run a nest."""
-    return a.inner or a.products is not None
 
 
 def refuses(a: Analysis) -> str | None:
@@ -87,18 +82,15 @@ def placements(
         of_products = few_rows.placements(loops, products, itemsizes, roofline.device)
         legal = [p for p in dict.fromkeys(of_products) if refusal(loops, p) is None]
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
-            legal.sort(key=roofline.us)
+            legal.sort(key=lambda p: roofline.us(roofline.run(p)))
         return with_exact_products(loops, tuple(legal), dtypes)
-    legal = (
-        placement
-        for placement in dict.fromkeys(candidates(loops, hints))
-        if refusal(loops, placement) is None
-    )
-    crowded = {p: max(0.0, held_registers(loops, p) - MOST) for p in legal}
+    legal = [p for p in dict.fromkeys(candidates(loops, hints)) if refusal(loops, p) is None]
+    runs = {p: roofline.run(p) for p in legal}
+    crowded = {p: max(0.0, run.registers - MOST) for p, run in runs.items()}
     times = dict[tuple[Directive, ...], float]()  # of a tile with the best number of elements a thread
-    for p in crowded:
-        times.setdefault(p.directives, roofline.us(p))
-    first = sorted(crowded, key=lambda p: (crowded[p], not products_of(loops, p), times[p.directives]))[:KEPT]
+    for p, run in runs.items():
+        times.setdefault(p.directives, roofline.us(run))
+    first = sorted(runs, key=lambda p: (crowded[p], not runs[p].terms, times[p.directives]))[:KEPT]
     return with_exact_products(loops, tuple(first), dtypes)
 
 

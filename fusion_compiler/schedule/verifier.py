@@ -1,4 +1,4 @@
-"""Whether a nest can run under a placement, and what a program of it holds."""
+"""Legality: whether a nest can run under a placement."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import Constant, Load, LoopNest, Reduce, operands_of
+from fusion_compiler.ir.loops import Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.boxes import box_of
-from fusion_compiler.schedule.placed_axes import PlacedAxes, elements
+from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import On, Place, Placement, Stage
-from fusion_compiler.schedule.shapes import WARP
-from fusion_compiler.schedule.tile_products import product_of, products_of
+from fusion_compiler.schedule.tile_products import product_of
 
 MOST_COPIES = 256  # of one statement, that unrolled axes make
 DESCRIPTORS = 90  # the first compute capability that has tensor descriptors, times ten
-LEAST_WORD = 4  # elements that each turn of a loop adds up at once
 NO_BUFFERS: Mapping[str, Buffer] = {}
 
 
@@ -75,47 +73,3 @@ def refusal(
         if (reason := next((box for box in boxes if isinstance(box, str)), None)) is not None:
             return reason
     return None
-
-
-def tile_sizes(loops: LoopNest, placement: Placement) -> list[int]:
-    """Return the elements of each node's tile; none of terms that tensor cores add up."""
-    return _tile_sizes(loops, placement, PlacedAxes.of(loops, placement))
-
-
-def _tile_sizes(loops: LoopNest, placement: Placement, where: PlacedAxes) -> list[int]:
-    sizes = [elements(leaves, Place.LANES) for leaves in where.depends]
-    for number in products_of(loops, placement, where):
-        sizes[operands_of(loops.nodes[number])[0]] = 0
-    return sizes
-
-
-def held_registers(loops: LoopNest, placement: Placement) -> float:
-    """Return the most 32-bit registers of a thread that hold values of a tile at the same time, if nodes are
-    computed in their order and results are stored in the end."""
-    where = PlacedAxes.of(loops, placement)
-    copies = [elements(leaves, Place.UNROLL) for leaves in where.depends]
-    threads, last = WARP * placement.num_warps, dict[int, int]()
-    for number, node in enumerate(loops.nodes):
-        last |= dict.fromkeys(operands_of(node), number)
-    last |= dict.fromkeys((store.value for store in loops.stores), len(loops.nodes))
-    held, most, sizes = dict[int, float](), 0.0, _tile_sizes(loops, placement, where)
-    for number, (node, lanes) in enumerate(zip(loops.nodes, sizes, strict=True)):
-        if not isinstance(node, Constant) and lanes:
-            size = 1 if node.dtype is torch.bool else node.dtype.itemsize
-            held[number] = copies[number] * max(1.0, lanes / threads) * size / 4
-        most = max(most, sum(held.values()))
-        held = {n: registers for n, registers in held.items() if last.get(n, -1) > number}
-    return most
-
-
-def placed_registers(loops: LoopNest, placement: Placement) -> float:
-    """Return the 32-bit registers of a thread for the accumulators of a nest's reductions, and two tiles."""
-    where, in_turns = PlacedAxes.of(loops, placement), placement.combined(Stage.TURN)
-    threads, tiles = WARP * placement.num_warps, 0.0
-    for number, node in enumerate(loops.nodes):
-        if isinstance(node, Reduce):
-            of_sum, of_result = where.depends[node.operand], where.depends[number]
-            lanes = elements(of_sum | of_result, Place.LANES)
-            lanes /= LEAST_WORD if loops.names[number] in in_turns else 1
-            tiles += elements(of_result, Place.UNROLL) * max(1.0, lanes / threads)
-    return tiles + 2 * max(1.0, elements(where.lanes, Place.LANES) / threads)

@@ -36,11 +36,12 @@ from fusion_compiler.ir.loops import (
     axes_of,
 )
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.analysis import MOST_TURNS, operand_of
+from fusion_compiler.schedule.analysis import MOST_TURNS, Analysis, operand_of
 from fusion_compiler.schedule.placement import At, Place, Placement, Split
 from fusion_compiler.schedule.products import is_product
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
-from fusion_compiler.schedule.verifier import placed_registers, refusal
+from fusion_compiler.schedule.verifier import refusal
 from fusion_compiler.schedule.work import BufferInfo
 
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
@@ -216,10 +217,10 @@ def _legal(
     """Yield the placements that run a nest, best first, with their shapes."""
     if windows is None:
         return
-    shapes = dict.fromkeys(_shapes(loops, windows, device, hints))
+    a, shapes = Analysis(loops), dict.fromkeys(_shapes(loops, windows, device, hints))
     for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
         placement = _placement(loops, windows, shape)
-        if refusal(loops, placement) is None and placed_registers(loops, placement) <= MOST_REGISTERS:
+        if refusal(loops, placement) is None and Run(a, placement).registers <= MOST_REGISTERS:
             yield placement, shape
 
 

@@ -29,18 +29,16 @@ from fusion_compiler.ir.loops import (
     Index,
     InRange,
     Load,
-    LoopNest,
     Node,
     Random,
     Reduce,
     Scan,
     Value,
-    kept_axes,
     largest_aligned_block,
     operands_of,
-    reduced_groups,
     right_neighbours,
 )
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import Products
 
 LOGICAL_AND = torch.ops.aten.logical_and.default
@@ -87,29 +85,33 @@ class Work:
     Groups are bits: 1 for rows, 2 for columns. `count[groups]` is the number of tile elements of a value that
     varies over these groups. `shape` is (what all reductions keep in a nest with inner axes, rows,
     columns).
-    Per node: `varies` (groups), `axes` (bits), `needs` (bits of the tile loads that it is computed from since
-    the last reduction) and `phase` (length of the chain of reductions before it).
+    `values` has, per node, the axes over which it varies (bits), what it needs (bits of the tile loads from
+    which it is computed since the last reduction) and its phase (length of the chain of reductions so far).
     """
 
-    def __init__(self, loops: LoopNest, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
-        self.loops = loops
+    def __init__(self, a: Analysis, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
+        self.a, self.loops = a, a.loops
+        loops = a.loops
         self.buffers = buffers
         self.hints = hints
-        sizes = (axis.size for axis in loops.axes)  # an estimate of a symbolic size may be negative
-        self.sizes = [size if type(size) is int else max(0, hint(size, hints)) for size in sizes]
-        self.tile = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == INNER)  # bits
-        self.ragged = sum(1 << k for k, axis in enumerate(loops.axes) if axis.group == RAGGED)
-        bits = IN_TILES if self.tile else BITS
-        self.group_of = [bits[axis.group] for axis in loops.axes]
-        shape = [1, 1, 1]
-        for size, group in zip(self.sizes, self.group_of, strict=True):
-            shape[group] *= size
+        self.sizes: list[int] = []
+        self.group_of: list[int] = []
+        self.tile = self.ragged = self.columns = 0  # bits of axes
+        shape, groups = [1, 1, 1], IN_TILES if a.inner else BITS
+        for k, axis in enumerate(loops.axes):
+            size, group = axis.size, groups[axis.group]
+            # An estimate of a symbolic size may be negative.
+            self.sizes.append(size if type(size) is int else max(0, hint(size, hints)))
+            self.group_of.append(group)
+            shape[group] *= self.sizes[k]
+            self.tile |= (axis.group == INNER) << k
+            self.ragged |= (axis.group == RAGGED) << k
+            self.columns |= (group == 2) << k
         batch, rows, cols = self.shape = shape
         self.count = (batch, batch * rows, batch * cols, batch * rows * cols)
-        self.varies: list[int] = []
-        self.axes: list[int] = []
-        self.needs: list[int] = []
-        self.phase: list[int] = []
+        self._elements: dict[int, int] = {}  # by axes
+        self._points: dict[int, int] = {}
+        self.values: list[tuple[int, int, int]] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
         self.partials = 0  # partial results of segment sums, which a second kernel adds up
@@ -129,21 +131,20 @@ class Work:
         self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
         for node in loops.nodes:
-            if type(node) is Compute:
-                self._compute(node)
-            elif type(node) is Reduce:
-                self._add(*self._reduce(node))
-            else:
-                self._other(node)
+            kind = type(node)
+            count = self._compute if kind is Compute else self._reduce if kind is Reduce else self._other
+            self.values.append(count(node))  # type: ignore[arg-type]
+        self.axes = [axes for axes, _, _ in self.values]
         several = len(loops.stores) > 1
         pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
         for number, store in enumerate(loops.stores):
-            varies, axes, _ = self._index(store.index)
-            self.moves += self.elements(varies, axes)
+            axes, _ = self._index(store.index)
+            self.moves += self.elements(axes)
             run = 2 if number in pairs or number in pairs.values() else 1
             self._touch(True, store.buffer, store.index, axes, store.within, run)
-            if self.phase[store.value]:
-                self.late |= self.needs[store.value]
+            _, needs, phase = self.values[store.value]
+            if phase:
+                self.late |= needs
         for (written, buffer, terms), (moved, most) in self.partial.items():
             if (written, buffer, terms) not in self.seen:
                 table = self.writes if written else self.reads
@@ -154,108 +155,115 @@ class Work:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
         return Products.of(self.loops, self.hints)
 
-    def _compute(self, node: Compute) -> None:
-        varies = axes = needs = phase = 0
+    def _compute(self, node: Compute) -> tuple[int, int, int]:
+        axes = needs = phase = 0
+        values, target = self.values, node.target
         for _, operand in node.operands:
             if type(operand) is Value:
-                n = operand.node
-                varies |= self.varies[n]
-                axes |= self.axes[n]
-                needs |= self.needs[n]
-                if self.phase[n] > phase:
-                    phase = self.phase[n]
-                if n in self.inside and node.target is LOGICAL_AND:
-                    number = len(self.varies)
-                    self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
-        self._add(varies, axes, needs, phase)
-        flops, special = weights_of(node.target)
-        count = self.elements(varies, axes)
-        dtype = node.dtype
+                its_axes, its_needs, its_phase = values[operand.node]
+                axes |= its_axes
+                needs |= its_needs
+                if its_phase > phase:
+                    phase = its_phase
+        if target is LOGICAL_AND:
+            self._divide(operands_of(node))
+        flops, special = weights_of(target)
+        count, dtype = self._elements.get(axes) or self.elements(axes), node.dtype
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
-            return
+            return axes, needs, phase
         if dtype is torch.float32 or dtype is torch.bool:
             self.fp32 += flops * count
-        elif dtype not in BYTES or node.target not in BYTE_OPERATIONS:
+        elif dtype not in BYTES or target not in BYTE_OPERATIONS:
             self.integer += flops * count
         self.special += special * count
+        return axes, needs, phase
 
-    def _other(self, node: Node) -> None:
-        varies = axes = needs = phase = 0
+    def _divide(self, conditions: Iterable[int]) -> None:
+        """Note the fraction of the space where all of some conditions are true, as the next node is."""
+        for n in conditions:
+            if n in self.inside:
+                number = len(self.values)
+                self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
+
+    def _other(self, node: Node) -> tuple[int, int, int]:
+        axes = needs = phase = 0
         if type(node) is Load:
-            varies, axes, phase = self._index(node.index)
-            self.moves += self.elements(varies, axes)
+            axes, phase = self._index(node.index)
+            self.moves += self.elements(axes)
             if axes & self.ragged:  # each element is read once, by the row that it belongs to
                 size = hint(self.buffers[node.buffer].numel, self.hints)
                 self.reads[node.buffer] = self.reads.get(node.buffer, 0.0) + size
             else:
                 self._touch(False, node.buffer, node.index, axes, node.within)
-            is_tile = not self.tile & ~axes if self.tile else self.count[varies] == self.count[3]
+            is_tile = not self.tile & ~axes if self.tile else self.elements(axes) == self.count[3]
             if is_tile:
                 needs = 1 << len(self.tile_loads)
                 self.tile_loads.append(node.buffer)
             if node.dtype is torch.float64:
                 self.row_bytes = 8
         elif type(node) is Scan:
-            varies, axes, needs, phase = self._scan(node)
-        elif isinstance(node, Random):
-            varies, axes, phase = self._index(node.index)
-            self.random += self.elements(varies, axes)
-        elif isinstance(node, Checked):
-            varies, axes, needs, phase = self._together(operands_of(node))
-            self.integer += self.elements(self.varies[node.position], self.axes[node.position])
-        elif isinstance(node, Coordinate | InRange):
-            varies, axes, phase = self._index(node.index)
-            self.integer += self.elements(varies, axes)
-            if isinstance(node, InRange):
-                self.inside[len(self.varies)] = self._fraction_in_range(node)
-        self._add(varies, axes, needs, phase)
+            axes, needs, phase = self._scan(node)
+        elif type(node) is Random:
+            axes, phase = self._index(node.index)
+            self.random += self.elements(axes)
+        elif type(node) is Checked:
+            axes, needs, phase = self._together(operands_of(node))
+            self.integer += self.elements(self.values[node.position][0])
+        elif type(node) is Coordinate or type(node) is InRange:
+            axes, phase = self._index(node.index)
+            self.integer += self.elements(axes)
+            if type(node) is InRange:
+                self.inside[len(self.values)] = self._fraction_in_range(node)
+        return axes, needs, phase
 
-    def elements(self, varies: int, axes: int) -> int:
-        """Return the elements of a value. varies, axes: the groups and axes over which it varies."""
-        return self.points(axes) if self.tile else self.count[varies]
+    def elements(self, axes: int) -> int:
+        """Return the elements of the tiles of a value that varies over some axes (bits)."""
+        count = self._elements.get(axes)
+        if count is None:
+            groups = 0
+            for axis, group in enumerate(self.group_of):
+                groups |= group if axes >> axis & 1 else 0
+            count = self._elements[axes] = self.points(axes) if self.tile else self.count[groups]
+        return count
 
     def points(self, axes: int) -> int:
         """Return the elements of some axes, given as bits."""
-        return prod(size for k, size in enumerate(self.sizes) if axes >> k & 1)
+        count = self._points.get(axes)
+        if count is None:
+            count = self._points[axes] = prod(s for k, s in enumerate(self.sizes) if axes >> k & 1)
+        return count
 
-    def _add(self, varies: int, axes: int, needs: int, phase: int) -> None:
-        self.varies.append(varies)
-        self.axes.append(axes)
-        self.needs.append(needs)
-        self.phase.append(phase)
-
-    def _reduce(self, node: Reduce) -> tuple[int, int, int, int]:
-        operand = node.operand
-        groups = reduced_groups(self.loops.axes, node)
+    def _reduce(self, node: Reduce) -> tuple[int, int, int]:
+        operand, number = node.operand, len(self.values)
+        groups = self.a.reduced_groups(number)
         if RAGGED in groups:
-            varies, axes, needs, phase = self._together(operands_of(node))
-            return varies, axes & ~self.ragged, needs, phase
-        if len(groups) == 2 and (kept := kept_axes(self.loops.axes, node)):
-            return self._reduce_segments(operand, kept)
+            axes, needs, phase = self._together(operands_of(node))
+            return axes & ~self.ragged, needs, phase
+        if number in self.a.segmented:
+            return self._reduce_segments(operand, self.a.kept(number))
         reduced = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= reduced
-        self.sums_of_columns += reduced == 1 and self.varies[operand] & 2 != 0
-        axes = self.axes[operand]
-        self.fp32 += self.elements(self.varies[operand], axes)
+        axes, needs, phase = self.values[operand]
+        self.sums_of_columns += reduced == 1 and axes & self.columns != 0
+        self.fp32 += self.elements(axes)
         if INNER in groups:
             axes &= ~sum(1 << axis for axis in node.axes)
-            self.early |= self.needs[operand]
-            self.phases = max(self.phases, self.phase[operand] + 1)
-            return 2 * bool(axes & self.tile), axes, 0, self.phase[operand] + 1
+            self.early |= needs
+            self.phases = max(self.phases, phase + 1)
+            return axes, 0, phase + 1
         axes &= ~sum(1 << axis for axis in node.axes)
-        phase = self.phase[operand]
         if reduced & 2:
             phase += 1
-            self.early |= self.needs[operand]
+            self.early |= needs
             self.phases = max(self.phases, phase)
-        return self.varies[operand] & ~reduced, axes, 0, phase
+        return axes, 0, phase
 
-    def _scan(self, node: Scan) -> tuple[int, int, int, int]:
+    def _scan(self, node: Scan) -> tuple[int, int, int]:
         """Count a scan: it adds a phase, as a reduction does, and varies over the columns."""
-        operand, varies = node.operand, self.varies[node.operand] | 2
-        needs, phase = self.needs[operand], self.phase[operand]
-        count = SCAN_OPERATIONS * self.count[varies]
+        axes, needs, phase = self.values[node.operand]
+        axes |= self.columns
+        count = SCAN_OPERATIONS * self.elements(axes)
         if node.dtype is torch.float64:
             self.fp64 += count
         elif node.dtype is torch.float32:
@@ -263,12 +271,11 @@ class Work:
         else:
             self.integer += count
         if node.combine == "logsumexp":
-            self.special += SCAN_SPECIAL * self.count[varies]
+            self.special += SCAN_SPECIAL * self.elements(axes)
         self.phases = max(self.phases, phase + 1)
-        columns = sum(1 << axis for axis, group in enumerate(self.group_of) if group == 2)
-        return varies, self.axes[operand] | columns, needs, phase
+        return axes, needs, phase
 
-    def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int, int]:
+    def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int]:
         """Count a reduction with a partial result for each piece of a row. The tile does not hold the total.
         numbers: the kept axes."""
         self.fp32 += self.count[3]
@@ -280,30 +287,29 @@ class Work:
         self.partials += partials
         self.totals = max(self.totals, totals)
         self.addends = max(self.addends, partials // max(1, totals))
-        if self.phase[operand]:
-            self.late |= self.needs[operand]
-        return 0, sum(1 << k for k in numbers), 0, self.phase[operand]
+        _, needs, phase = self.values[operand]
+        if phase:
+            self.late |= needs
+        return 0, 0, phase
 
-    def _together(self, operands: Iterable[int]) -> tuple[int, int, int, int]:
-        """Return (groups, axis bits, needs, phase) of a value computed from some nodes."""
-        varies = axes = needs = phase = 0
+    def _together(self, operands: Iterable[int]) -> tuple[int, int, int]:
+        """Return (axis bits, needs, phase) of a value computed from some nodes."""
+        axes = needs = phase = 0
         for n in operands:
-            varies, axes, needs = varies | self.varies[n], axes | self.axes[n], needs | self.needs[n]
-            phase = max(phase, self.phase[n])
-        return varies, axes, needs, phase
+            its_axes, its_needs, its_phase = self.values[n]
+            axes, needs, phase = axes | its_axes, needs | its_needs, max(phase, its_phase)
+        return axes, needs, phase
 
-    def _index(self, index: Index) -> tuple[int, int, int]:
-        """Return (groups, axis bits, phase) of an index."""
-        varies = axes = phase = 0
+    def _index(self, index: Index) -> tuple[int, int]:
+        """Return (axis bits, phase) of an index."""
+        axes = phase = 0
         for key, _ in index.terms:
             if key >= 0:
                 axes |= 1 << key
-                varies |= self.group_of[key]
             else:
-                axes |= self.axes[~key]
-                varies |= self.varies[~key]
-                phase = max(phase, self.phase[~key])
-        return varies, axes, phase
+                its_axes, _, its_phase = self.values[~key]
+                axes, phase = axes | its_axes, max(phase, its_phase)
+        return axes, phase
 
     def _fraction_in_range(self, node: InRange) -> float:
         """Return the fraction of an index's values that lie in the range."""
@@ -327,17 +333,15 @@ class Work:
         by an offset (the halves of a rotation, the sides of a concatenation) divide the space among
         themselves, and are part of any access without a condition.
         """
-        pattern, exact = (written, buffer, index.terms), (written, buffer, index.terms, index.const, within)
-        if exact in self.seen:
+        pattern = written, buffer, index.terms
+        before = len(self.seen)
+        self.seen.add((pattern, index.const, within))
+        if len(self.seen) == before:
             return
-        self.seen.add(exact)
-        elements, run, row_contiguous, varies_over_cols = 1.0, 1, False, False
-        for axis, size in enumerate(self.sizes):
-            if axes >> axis & 1:
-                elements *= size
+        elements, run, row_contiguous, varies_over_cols = float(self.points(axes)), 1, False, False
         for key, coefficient in index.terms:
             if key < 0:  # an index that all programs share is an ordinary offset
-                if self.axes[~key]:
+                if self.values[~key][0]:
                     self.gathered.add(buffer)
                 continue
             varies_over_cols = varies_over_cols or self.group_of[key] == 2

@@ -27,7 +27,6 @@ from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.few_rows import Tile, placed_tile
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.products import Products
-from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import Compiled, Schedules, cramped, not_as_close, wide
 
@@ -68,11 +67,11 @@ def finished(fast: Compiled) -> list[str]:
     return [p.schedule for p in chosen if "LAST" in p.schedule]
 
 
-def finishes(s: Schedule | Placement) -> bool:
+def finishes(s: Placement) -> bool:
     return "LAST" in str(s)
 
 
-def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
     """Those whose programs share the rows come first."""
     return tuple(sorted(schedules_of(loops, name, device), key=lambda s: not finishes(s)))
 
@@ -107,7 +106,7 @@ def test_odd_sizes(rows: int, k: int, n: int) -> None:
         check(gelu_and_residual, operands(rows, k, n, dtype))
 
 
-def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
     """Those whose programs have all rows, and share none."""
     return tuple(s for s in schedules_of(loops, name, device) if "place(row.o, GRID)" not in str(s))
 
@@ -170,7 +169,7 @@ def test_projections_of_one_input_share_a_launch() -> None:
     assert [len(plan.clusters) for plan in fast.plans] == [1]
 
 
-def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+def every(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
     return schedules(loops, device)
 
 
@@ -181,7 +180,7 @@ def test_every_schedule(rows: int) -> None:
     """Also those of a few rows in turn, which only larger matrices have."""
     inputs, few = operands(rows, 300, 136, torch.bfloat16), operands(rows, 37, 19, torch.bfloat16)
 
-    def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+    def looped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
         products = Products.of(loops, {})
         assert products is not None
         tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,8 @@ from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.loops import LoopNest, Reduce
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from tests.exactness import Compiled, cramped, not_as_close, rounding_noise, wide
 
 ROWS, COLS = 18, 17
@@ -75,12 +75,14 @@ def test_unlike_schedules_have_launches_of_their_own(fn: Callable[..., Any]) -> 
     compiled(*INPUTS)
     key = canonical(sharing(compiled), compiled.plans[0].dag)
     buffers = {b.name: b for b in key.buffers}
-    small = Schedule(2, 32, Cols.WHOLE, programs=3)
-    more_warps = replace(small, num_warps=8)
-    more_registers = replace(small, block_rows=1024)
+    small = RowTile(2, 32, Cols.WHOLE, programs=3)
+    more_warps = small._replace(num_warps=8)
+    more_registers = small._replace(block_rows=1024)
     finishing = fn is row_sums
     for third, launches in ((small, 1), (more_warps, 2), (more_registers, 2)):
-        program = build(Nests(key.nests, buffers), (small, small, third), "sums", "")
+        tiles = zip(key.nests, (small, small, third), strict=True)
+        placed = tuple(placement_of(Analysis(nest), tile) for nest, tile in tiles)
+        program = build(Nests(key.nests, buffers), placed, "sums", "")
         assert len(program.kernels) == launches + finishing, third
         assert len({b.name for b in program.scratch}) == (3 if finishing else 6)
         compiled.compiler.runners[key, "interpret"].candidates = (program,)

@@ -20,7 +20,6 @@ from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import few_rows
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.schedule import Schedule
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 from tests.versions import of_measured_versions
 
@@ -363,7 +362,7 @@ def test_a_norm_is_read_with_the_matrix(rows: int, number: int, dtype: torch.dty
     def f(x: Tensor, w: Tensor, norm: Tensor) -> Tensor:
         return F.silu(F.linear(F.rms_norm(x, norm.shape, norm), w))
 
-    def tiled(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+    def tiled(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
         tiles = [s for s in schedules_of(loops, name, device) if not s.early]
         if dtype is torch.float32:  # tensor cores take fewer digits
             tiles = [s for s in tiles if "TENSOR_CORE" not in str(s)]

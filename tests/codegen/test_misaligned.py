@@ -6,7 +6,6 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +23,9 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import misaligned
-from fusion_compiler.schedule.analysis import Analysis, inner_cols
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled, not_as_close, wide
 from tests.fake_gpu import FakeGpu
 from tests.versions import of_measured_versions
@@ -36,7 +36,7 @@ WITHOUT_ROWS = ("SwiGLU", "4 x (tanh, sigmoid, mul, sub)")  # no value serves a 
 FORMS = range(7)  # of `in_form`
 
 
-def in_form(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def in_form(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """A misaligned form alone, where there is any: eight programs with several rows each, four of them or
     pairs (in words of half the size), and where nothing is summed over these a row each, in one block, in a
     loop over blocks, and shared by programs in both ways; where nothing is reduced, a grid of blocks."""
@@ -45,20 +45,20 @@ def in_form(form: int, loops: LoopNest, name: str, device: DeviceSpec) -> tuple[
     if not misaligned.fits(a) or not isinstance(width, int):
         return plain
     block = 1 << (width - 1).bit_length()
-    kinds = [Schedule(1, block, Cols.WHOLE, programs=8, num_stages=2)]
+    kinds = [RowTile(1, block, Cols.WHOLE, programs=8, num_stages=2)]
     if a.shareable:
-        kinds.append(Schedule(1, block // 2, Cols.WHOLE, programs=4, num_stages=2, splits=2))
+        kinds.append(RowTile(1, block // 2, Cols.WHOLE, programs=4, num_stages=2, splits=2))
     else:
-        kinds.append(Schedule(1, block, Cols.WHOLE, programs=4, num_stages=2))
+        kinds.append(RowTile(1, block, Cols.WHOLE, programs=4, num_stages=2))
     if not a.across_rows:
-        kinds += [Schedule(1, block, Cols.WHOLE), Schedule(1, block // 4, Cols.LOOP)]
+        kinds += [RowTile(1, block, Cols.WHOLE), RowTile(1, block // 4, Cols.LOOP)]
         if a.shareable:
             kinds += [
-                Schedule(1, block // 8, Cols.LOOP, splits=4),
-                Schedule(1, block // 2, Cols.WHOLE, splits=2),
+                RowTile(1, block // 8, Cols.LOOP, splits=4),
+                RowTile(1, block // 2, Cols.WHOLE, splits=2),
             ]
     if not a.reductions:
-        kinds.append(Schedule(1, block // 4, Cols.GRID))
+        kinds.append(RowTile(1, block // 4, Cols.GRID))
     forms = [s for s in (misaligned.form_of(a, s) for s in kinds) if s is not None]
     return (forms[min(form, len(forms) - 1)],)
 
@@ -130,7 +130,7 @@ def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: p
     x, w, b = (t.to(dtype) for t in tensors(8, columns))
     truth, eager = fn(*wide((x, w, b))), fn(x, w, b)
     for splits in (1, 2 + number // 3):
-        schedule = Schedule(1, BLOCK, Cols.LOOP, splits=splits)
+        schedule = RowTile(1, BLOCK, Cols.LOOP, splits=splits)
         compiled = Compiled(fn, schedules=functools.partial(form_of, schedule))
         stored.clear()
         ours = compiled(x, w, b)
@@ -140,21 +140,21 @@ def test_each_element_counts_once_and_is_stored_once(number: int, monkeypatch: p
             assert all(stored[begin + i * size] == 1 for i in range(got.numel()))
 
 
-def form_of(schedule: Schedule, loops: LoopNest, *_: object) -> tuple[Schedule, ...]:
+def form_of(schedule: RowTile, loops: LoopNest, *_: object) -> tuple[RowTile | Placement, ...]:
     """The misaligned form of a schedule, which there is at these widths unless too many share a row."""
     a = Analysis(loops)
     form = misaligned.form_of(a, schedule)
     while form is None:
         assert schedule.splits > 1
-        schedule = replace(schedule, splits=schedule.splits - 1)
+        schedule = schedule._replace(splits=schedule.splits - 1)
         form = misaligned.form_of(a, schedule)
-    assert form.misaligned and 0 < inner_cols(a, form) < a.size(COLS)
+    assert form.misaligned and 0 < misaligned.inner_cols(a, form) < a.size(COLS)
     return (form,)
 
 
 def several_rows(
     rows: int, programs: int, loops: LoopNest, name: str, device: DeviceSpec
-) -> tuple[Schedule, ...]:
+) -> tuple[RowTile | Placement, ...]:
     """Groups of three programs that take several rows at once, where there is something to exchange."""
     a = Analysis(loops)
     if not misaligned.fits(a) or not any(COLS in a.reduced_groups(i) for i in a.reductions):
@@ -162,7 +162,7 @@ def several_rows(
     width = a.size(COLS)
     assert isinstance(width, int)
     block = 1 << (width // 3).bit_length()
-    form = misaligned.form_of(a, Schedule(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
+    form = misaligned.form_of(a, RowTile(rows, block, Cols.WHOLE, programs, num_stages=2, splits=3))
     assert form is not None and form.word == programs
     return (form,)
 
@@ -275,7 +275,7 @@ def test_rows_are_moved_in_words_and_copied_ahead() -> None:
 @of_measured_versions
 def test_blocks_within_the_row_are_moved_in_words_without_masks() -> None:
     """Those of both passes, weights included; the tiles with the row's ends are half as wide."""
-    schedule = Schedule(1, 4096, Cols.LOOP, num_warps=4)
+    schedule = RowTile(1, 4096, Cols.LOOP, num_warps=4)
     compiled = Compiled(layer_norm, schedules=functools.partial(form_of, schedule))
     compiled(*(t.bfloat16() for t in tensors(3, 9301)))
     ((kernel,),) = (p.kernels for p in programs(compiled))

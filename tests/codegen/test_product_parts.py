@@ -20,7 +20,6 @@ from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.schedule.few_rows import Tile, placed_tile
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.products import Products
-from fusion_compiler.schedule.schedule import Schedule
 from fusion_compiler.schedule.space import schedules
 from tests.exactness import not_as_close
 
@@ -158,7 +157,7 @@ def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         values.index_copy_(2, at, value)
         return query * 2
 
-    def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+    def looked(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
         products = Products.of(loops, {})
         assert products is not None
         tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))

@@ -22,21 +22,21 @@ from fusion_compiler.ir.loops import COLS, ROWS, Axis, Index, Load, LoopNest, Re
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.row_tiles import placement_of, without_idle_programs
-from fusion_compiler.schedule.schedule import Cols, Schedule
-from tests.exactness import Compiled, not_as_close
+from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
+from fusion_compiler.schedule.run import Run
+from tests.exactness import Compiled, not_as_close, placements
 
 FORMS = (
-    Schedule(1, 64, Cols.GRID),
-    Schedule(1, 64, Cols.GRID, programs=1),
-    Schedule(1, 64, Cols.GRID, programs=3),
-    Schedule(4, 32, Cols.GRID, programs=2),
-    Schedule(2, 64, Cols.WHOLE, programs=3),
+    RowTile(1, 64, Cols.GRID),
+    RowTile(1, 64, Cols.GRID, programs=1),
+    RowTile(1, 64, Cols.GRID, programs=3),
+    RowTile(4, 32, Cols.GRID, programs=2),
+    RowTile(2, 64, Cols.WHOLE, programs=3),
 )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_random_numbers_do_not_depend_on_the_form(form: Schedule) -> None:
+def test_random_numbers_do_not_depend_on_the_form(form: RowTile) -> None:
     """Gradients of a mask that is made again need the mask of the forward pass, however that ran."""
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ def test_the_last_block_of_a_loop_has_lanes_of_its_own(
     fn: Callable[[Tensor], Tensor], rows: int, programs: int | None
 ) -> None:
     """Also of neighbours that are moved together."""
-    form = Schedule(rows, 64, Cols.LOOP, programs, num_warps=1)
+    form = RowTile(rows, 64, Cols.LOOP, programs, num_warps=1)
     x = torch.randn(7, 600)
     ours = Compiled(fn, schedules=lambda *_: (form,))(x)
     assert (problem := not_as_close(ours, fn(x), fn(x.double()))) is None, problem
@@ -91,16 +91,16 @@ def sum_of_shared(width: int) -> LoopNest:
     "form",
     [
         *FORMS[:3],
-        Schedule(2, 512, Cols.WHOLE),
-        Schedule(1, 128, Cols.LOOP, num_stages=3),
-        Schedule(1, 256, Cols.WHOLE, splits=2),
-        Schedule(2, 32, Cols.LOOP, splits=4),
-        Schedule(1, 512, Cols.WHOLE, programs=8, word=8),
-        Schedule(2, 128, Cols.WHOLE, programs=8, splits=3, word=8),
+        RowTile(2, 512, Cols.WHOLE),
+        RowTile(1, 128, Cols.LOOP, num_stages=3),
+        RowTile(1, 256, Cols.WHOLE, splits=2),
+        RowTile(2, 32, Cols.LOOP, splits=4),
+        RowTile(1, 512, Cols.WHOLE, programs=8, word=8),
+        RowTile(2, 128, Cols.WHOLE, programs=8, splits=3, word=8),
     ],
     ids=str,
 )
-def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
+def test_a_form_is_a_placement_that_is_read_back(form: RowTile) -> None:
     analysis = Analysis(sum_of_shared(317))
     placement = placement_of(analysis, form)
     assert Placement.parse(str(placement)) == placement
@@ -115,14 +115,14 @@ def test_a_form_is_a_placement_that_is_read_back(form: Schedule) -> None:
 def test_every_program_that_shares_a_row_has_columns() -> None:
     analysis = Analysis(sum_of_shared(317))
     for splits, with_columns in ((3, 3), (4, 3), (16, 3), (2, 2)):
-        schedule = Schedule(1, 128, Cols.WHOLE, splits=splits)
-        assert without_idle_programs(analysis, schedule).splits == with_columns
+        schedule = RowTile(1, 128, Cols.WHOLE, splits=splits)
+        assert Run(analysis, placement_of(analysis, schedule)).parts == with_columns
 
 
 def test_misaligned_rows_do_not_add_up_what_lies_behind_a_vector() -> None:
     """Whole words of it are shifted, of which the last may have other elements."""
     loops = sum_of_shared(317)
-    form = Schedule(2, 128, Cols.WHOLE, programs=8, splits=3, word=8)
+    form = RowTile(2, 128, Cols.WHOLE, programs=8, splits=3, word=8)
     x, w = torch.randn(3, 5, 317), torch.randn(317)
     around = torch.full((317 + 64,), 1e9)
     around[:317] = w
@@ -131,11 +131,11 @@ def test_misaligned_rows_do_not_add_up_what_lies_behind_a_vector() -> None:
         torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-3)
 
 
-def computed(loops: LoopNest, form: Schedule, x: Tensor, w: Tensor) -> list[Tensor]:
+def computed(loops: LoopNest, form: RowTile, x: Tensor, w: Tensor) -> list[Tensor]:
     """Return the results of a nest under one form, in the interpreter."""
     shapes = {"x": (3, 5, 317), "w": (317,), "out1": (3, 5), "out3": (3, 5)}
     buffers = {n: Buffer(n, s, torch.empty(s).stride(), torch.float32) for n, s in shapes.items()}
-    program = assemble.build(assemble.Nests((loops,), buffers), (form,), "rows", "")
+    program = assemble.build(assemble.Nests((loops,), buffers), placements(loops, form), "rows", "")
     tensors = {"x": x, "w": w}
     return list(interpret(program, [tensors[b.name] for b in program.inputs], []))
 
@@ -161,14 +161,14 @@ def test_the_time_of_emission_grows_with_the_nodes(is_product: bool) -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        Schedule(1, 256, Cols.WHOLE, 3, splits=2),
-        Schedule(2, 256, Cols.WHOLE, 3, splits=2),
-        Schedule(1, 64, Cols.LOOP, 3),
-        Schedule(1, 64, Cols.LOOP, 3, splits=2),
+        RowTile(1, 256, Cols.WHOLE, 3, splits=2),
+        RowTile(2, 256, Cols.WHOLE, 3, splits=2),
+        RowTile(1, 64, Cols.LOOP, 3),
+        RowTile(1, 64, Cols.LOOP, 3, splits=2),
     ],
     ids=str,
 )
-def test_values_without_rows_wait_for_a_reduction_that_programs_share(form: Schedule) -> None:
+def test_values_without_rows_wait_for_a_reduction_that_programs_share(form: RowTile) -> None:
     def scaled(x: Tensor, v: Tensor) -> Tensor:
         return (x - v).abs().sum(-1) * (v * v).sum().rsqrt()
 
@@ -193,20 +193,20 @@ def test_sums_join_along_one_axis_only() -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        Schedule(1, 64, Cols.LOOP),
-        Schedule(2, 64, Cols.LOOP),
-        Schedule(1, 64, Cols.LOOP, splits=2),
-        Schedule(1, 256, Cols.WHOLE, splits=2),
+        RowTile(1, 64, Cols.LOOP),
+        RowTile(2, 64, Cols.LOOP),
+        RowTile(1, 64, Cols.LOOP, splits=2),
+        RowTile(1, 256, Cols.WHOLE, splits=2),
     ],
     ids=str,
 )
-def test_stores_at_places_that_are_loaded_are_made_for_every_column(form: Schedule) -> None:
+def test_stores_at_places_that_are_loaded_are_made_for_every_column(form: RowTile) -> None:
     def put(kept: Tensor, places: Tensor, x: Tensor) -> Tensor:
         kept.index_copy_(1, places, x)
         return (x == x.amax(1, keepdim=True)).sum(1)
 
     places, x = torch.randperm(300), torch.randn(7, 300)
-    with patch.object(emit, "schedules_of", lambda *_: (form,)):
+    with patch.object(emit, "schedules_of", lambda loops, *_: placements(loops, form)):
         compiled = fc.compile(put, backend="interpret")
         ours, eager = torch.zeros_like(x), torch.zeros_like(x)
         assert torch.equal(compiled(ours, places, x), put(eager, places, x))
@@ -235,8 +235,8 @@ def test_what_is_known_in_advance_has_a_type_and_takes_no_loop(fn: Callable[...,
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
-@pytest.mark.parametrize("form", [Schedule(1, 64, Cols.LOOP), Schedule(2, 512, Cols.WHOLE)], ids=str)
-def test_a_maximum_of_small_integers_keeps_its_dtype(form: Schedule, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", [RowTile(1, 64, Cols.LOOP), RowTile(2, 512, Cols.WHOLE)], ids=str)
+def test_a_maximum_of_small_integers_keeps_its_dtype(form: RowTile, dtype: torch.dtype) -> None:
     """Triton folds tiles of them as int32, which divides by no uint8."""
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
+from benchmarks import ranking
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
@@ -22,7 +23,8 @@ from fusion_compiler.ir.loops import LoopNest, Scan
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import looped, space
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled, cramped, misaligned_forms, not_as_close, rounding_noise, wide
 
 H200 = device_spec("h200")
@@ -213,11 +215,11 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) ->
         return fc.explain(fn, *(torch.empty(s, device="cuda") for s in shapes), device="h200", **options)
 
 
-def in_loops(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule, ...]:
+def in_loops(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """Every scan in a loop over blocks of 16 columns, of several rows where these lie side by side."""
     plain, analysis = space.schedules(loops, device), Analysis(loops)
     fits = analysis.scans and space.fits(looped, analysis, device) and not analysis.across_rows
-    return (Schedule(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
+    return (RowTile(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
 
 
 @pytest.mark.sample(5)
@@ -243,7 +245,8 @@ def test_wide_rows_among_their_neighbours(fn: Callable[[Tensor], Tensor]) -> Non
 def test_rows_that_no_program_holds_are_a_loop() -> None:
     (cluster,) = (plan := planned(lambda x: (x * 2).cumsum(-1).exp(), (4, 40_000)).plans[0]).clusters
     assert not plan.leftovers
-    assert all(s.cols is Cols.LOOP and s.splits == 1 for s in space.schedules(cluster.nests[0], H200))
+    tiles = ranking.ranked(cluster.nests[0], H200)
+    assert all(isinstance(s, RowTile) and s.cols is Cols.LOOP and s.splits == 1 for s in tiles)
 
 
 def test_wide_rows_in_both_directions_are_two_kernels_and_the_report_says_so() -> None:

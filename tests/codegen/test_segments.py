@@ -21,8 +21,8 @@ from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.analysis import Analysis, pieces_of
-from fusion_compiler.schedule.schedule import Cols, Schedule
-from tests.exactness import Compiled, not_as_close, wide
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
+from tests.exactness import Compiled, not_as_close, placements, wide
 from tests.hand_made import contiguous
 from tests.nests import Nest
 from tests.versions import not_before, of_measured_versions
@@ -53,9 +53,9 @@ def expected(x: Tensor, w: Tensor, kept: str) -> list[Tensor]:
     return [y, x.sum(dims) * 0.5, y.sum(dims), y.amax(dims)]
 
 
-def built(loops: LoopNest, schedule: Schedule, shapes: dict[str, tuple[int, ...]]) -> Program:
+def built(loops: LoopNest, schedule: RowTile, shapes: dict[str, tuple[int, ...]]) -> Program:
     buffers = {n: contiguous(n, shape, torch.float32) for n, shape in shapes.items()}
-    return assemble.build(assemble.Nests((loops,), buffers), (schedule,), "norm_like", "")
+    return assemble.build(assemble.Nests((loops,), buffers), placements(loops, schedule), "norm_like", "")
 
 
 def poisoned(*args: object, **options: object) -> Tensor:
@@ -65,10 +65,10 @@ def poisoned(*args: object, **options: object) -> Tensor:
 
 
 SCHEDULES = (
-    Schedule(1, 256, Cols.WHOLE), Schedule(2, 256, Cols.WHOLE), Schedule(4, 256, Cols.WHOLE, programs=2),
-    Schedule(1, 16, Cols.LOOP), Schedule(2, 64, Cols.LOOP), Schedule(1, 128, Cols.WHOLE, splits=2),
-    Schedule(1, 32, Cols.LOOP, splits=3), Schedule(1, 128, Cols.WHOLE, programs=2, splits=2),
-    Schedule(1, 64, Cols.WHOLE, splits=4),
+    RowTile(1, 256, Cols.WHOLE), RowTile(2, 256, Cols.WHOLE), RowTile(4, 256, Cols.WHOLE, programs=2),
+    RowTile(1, 16, Cols.LOOP), RowTile(2, 64, Cols.LOOP), RowTile(1, 128, Cols.WHOLE, splits=2),
+    RowTile(1, 32, Cols.LOOP, splits=3), RowTile(1, 128, Cols.WHOLE, programs=2, splits=2),
+    RowTile(1, 64, Cols.WHOLE, splits=4),
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ SCHEDULES = (
     ids=str,
 )
 def test_every_part_is_summed_once(
-    shape: tuple[int, ...], kept: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], kept: str, schedule: RowTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = dict(zip(GROUPS, shape, strict=True))
     loops = norm_like(sizes, kept).nest()
@@ -107,8 +107,8 @@ def test_what_a_segment_comes_to_is_summed_once() -> None:
     """sum(x * w) along a block with one w is w times sum(x), which is stored anyway."""
     shape, nest = (3, 2, 3, 64), norm_like({"n": 3, "g": 2, "c": 3, "s": 64}, "gc")
     shapes = {"x": shape, "w": (2, 3), "y": shape, "before": (2, 3), "after": (2, 3), "most": (2, 3)}
-    narrow, wide = (built(nest.nest(), Schedule(1, n, Cols.WHOLE, splits=192 // n), shapes) for n in (64, 32))
-    mixed = built(nest.nest(), Schedule(1, 128, Cols.WHOLE, splits=2), shapes)
+    narrow, wide = (built(nest.nest(), RowTile(1, n, Cols.WHOLE, splits=192 // n), shapes) for n in (64, 32))
+    mixed = built(nest.nest(), RowTile(1, 128, Cols.WHOLE, splits=2), shapes)
     sums = [p.kernels[0].source.count("tl.sum(") for p in (narrow, wide, mixed)]
     assert sums == [3, 3, 4]  # before and after the row's sum, and what the others sent of that
 

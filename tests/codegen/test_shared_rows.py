@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
+from benchmarks import ranking
 from fusion_compiler.codegen.emit import emit, schedules_of
 from fusion_compiler.ir import device as devices
 from fusion_compiler.ir.canonical import canonical
@@ -23,7 +24,8 @@ from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled, not_as_close, wide
 from tests.versions import of_measured_versions
 
@@ -123,9 +125,10 @@ def test_programs_that_wait_for_each_other_run_at_once(
     for width in (widest // 5, widest // 2 - 1, widest):
         plan = backward_plan(rms_norm, width, device="few")
         (cluster,) = plan.clusters
-        found = schedules_of(canonical(cluster, plan.dag).nests[0], cluster.name, device)
-        assert found
-        for s in found[:4]:
+        tiles = ranking.ranked(canonical(cluster, plan.dag).nests[0], device)
+        assert tiles
+        for s in tiles[:4]:
+            assert isinstance(s, RowTile)
             at_once = device.registers_per_sm // (32 * s.num_warps * (s.registers or 128))
             assert s.splits <= sms * max(1, at_once)
     assert len(backward_plan(rms_norm, widest + 8, device="few").clusters) == 2
@@ -158,14 +161,14 @@ def of_counts(x: Tensor) -> Tensor:
 
 def together(
     rows: int, cols: Cols, programs: int | None, loops: LoopNest, name: str, device: DeviceSpec
-) -> tuple[Schedule, ...]:
+) -> tuple[RowTile | Placement, ...]:
     """Blocks of several rows that three programs share, where there is something to exchange."""
     a = Analysis(loops)
     if not any(COLS in a.reduced_groups(i) for i in a.reductions):
         return schedules_of(loops, name, device)
     block = 128 if cols is Cols.WHOLE or a.across_rows else 32
     cols = Cols.WHOLE if a.across_rows else cols
-    return (Schedule(rows, block, cols, 2 if a.across_rows else programs, num_stages=2, splits=3),)
+    return (RowTile(rows, block, cols, 2 if a.across_rows else programs, num_stages=2, splits=3),)
 
 
 FORMS = (

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import ranking
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Axis, Index, Load, LoopNest, Reduce, Store
 from fusion_compiler.schedule.analysis import MOST_TURNS
-from fusion_compiler.schedule.schedule import Cols
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled, Schedules, cramped, misaligned_forms, not_as_close, wide
 
 
@@ -116,6 +117,7 @@ def sums_over_rows(count: int, width: int, along: bool) -> LoopNest:
 @pytest.mark.parametrize("count", [1 << 10, 1 << 16, 1 << 22])
 def test_no_program_adds_up_more_blocks_than_rounding_allows(count: int, width: int, along: bool) -> None:
     loops = sums_over_rows(count, width, along)
-    for s in schedules_of(loops, "sums", device_spec("h200")):
+    for s in ranking.ranked(loops, device_spec("h200")):
+        assert isinstance(s, RowTile)
         if s.programs is not None and s.splits == 1 and s.cols in (Cols.WHOLE, Cols.GRID):
             assert math.ceil(count / (s.block_rows * s.programs)) <= MOST_TURNS, s

@@ -16,6 +16,7 @@ from benchmarks.clusters import CASES
 from benchmarks.kernels import leaves, run, truth_of
 from fusion_compiler.codegen import emit as templates
 from tests.codegen.test_misaligned import FORMS, in_form, several_rows
+from tests.exactness import placing
 
 CUDA = torch.device("cuda")
 SCHEDULES = (
@@ -30,7 +31,7 @@ NAMES = ("bias + GELU(tanh)", "LayerNorm", "RMSNorm written out", "softmax", "cr
 def test_values_and_gradients_are_as_close_as_eagers(case: Case, number: int) -> None:
     odd = replace(case, sizes={"rows": 4099, "columns": 5793})
     truth = truth_of(odd, odd.inputs(CUDA), odd.differentiate)
-    with patch.object(templates, "schedules_of", SCHEDULES[number]):
+    with patch.object(templates, "schedules_of", placing(SCHEDULES[number])):
         fast = fc.compile(odd.without_randomness(), strict=True, tune=False)
         results = run(fast, leaves(truth.inputs, odd.differentiate), odd.differentiate, truth.gradients)
     wrong = map(not_worse, results, truth.eager, truth.exact)

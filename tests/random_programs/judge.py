@@ -26,8 +26,8 @@ from fusion_compiler.ir.kernel import Program as KernelProgram
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.schedule import Schedule
-from tests.exactness import cramped, misaligned_forms
+from fusion_compiler.schedule.row_tiles import RowTile
+from tests.exactness import cramped, misaligned_forms, placements
 from tests.random_programs.outcome import Outcome, called, differences, steps
 from tests.random_programs.program import Program
 from tests.random_programs.rounding import RandomRounding
@@ -69,11 +69,12 @@ def aot_eager(fn: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
 def any_schedules(seed: int) -> Generator[None]:
     """Within it, each nest runs under a schedule that is drawn from its own, and from those of tests."""
 
-    def drawn(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Schedule | Placement, ...]:
+    def drawn(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
         kinds = (schedules_of, cramped, misaligned_forms)
         forms = dict.fromkeys(s for kind in kinds for s in kind(loops, name, device))
         first = random.Random(f"{seed} {loops}").choice([*forms])
-        return (first, *[s for s in forms if isinstance(s, Schedule) and not s.misaligned][:1])
+        aligned = [s for s in forms if isinstance(s, RowTile) and not s.misaligned][:1]
+        return placements(loops, first, *aligned)
 
     with patch.object(emit, "schedules_of", drawn):
         yield

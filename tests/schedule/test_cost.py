@@ -157,7 +157,7 @@ def rms_norm_backward() -> Nest:
 
 def adamw() -> Nest:
     """Parameter, gradient and both moments in bf16: 14 bytes a parameter."""
-    n = Nest({"i": (256 << 20, ROWS)})
+    n = Nest({"i": (256 << 20, COLS)})
     p, g = n.load("p", "i"), n.load("g", "i")
     m = n.add(n.mul(n.load("m", "i"), n.constant(0.9)), n.mul(g, n.constant(0.1)))
     v = n.add(n.mul(n.load("v", "i"), n.constant(0.99)), n.mul(n.mul(g, g), n.constant(0.01)))

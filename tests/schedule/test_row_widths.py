@@ -31,7 +31,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.schedule import Schedule
+from fusion_compiler.schedule.placement import Placement
 
 aten = torch.ops.aten
 ROW_COUNT, WIDTH = (sympy.Symbol(name, integer=True, positive=True) for name in ("s0", "s1"))
@@ -108,7 +108,7 @@ def programs(dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
 def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
     allowed = refused = 0
     for what, made in programs(dtype):
-        loops, printed = made.nest(), set[Schedule]()
+        loops, printed = made.nest(), set[Placement]()
         for device in EVERY_DEVICE:
             if first_refusal(Analysis(loops), device) is not None:
                 refused += 1

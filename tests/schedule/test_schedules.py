@@ -17,14 +17,13 @@ from benchmarks.__main__ import parse
 from benchmarks.case import Case
 from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
 from benchmarks.sizes import ALL_CASES
-from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.schedule import row_tiles
 from fusion_compiler.schedule.grid import neighbours
-from fusion_compiler.schedule.schedule import Cols, Schedule
+from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu
 
@@ -67,9 +66,9 @@ def test_the_grid_has_loops_stages_and_what_the_space_chooses() -> None:
 
 def test_neighbours_are_one_step_away() -> None:
     blocks = tuple(
-        Schedule(1, block, Cols.GRID, num_warps=w) for block in (256, 512, 2048) for w in (2, 4, 8)
+        RowTile(1, block, Cols.GRID, num_warps=w) for block in (256, 512, 2048) for w in (2, 4, 8)
     )
-    near = neighbours(Schedule(1, 512, Cols.GRID, num_warps=4), blocks)
+    near = neighbours(RowTile(1, 512, Cols.GRID, num_warps=4), blocks)
     assert {(s.block_cols, s.num_warps) for s in near} == {(256, 4), (2048, 4), (512, 2), (512, 8), (256, 2)}
 
 
@@ -174,7 +173,7 @@ def test_a_ranking_is_held_to_what_was_timed(tmp_path: Path, capsys: pytest.Capt
     """The first choice is looked up among the timings; one that was not timed is listed and not judged."""
     case = dataclasses.replace(case_of("SwiGLU"), differentiate=())
     ((name, key),) = ranking.clusters_of(case, "h200")
-    first, second, *_ = schedules_of(key.nests[0], name, device_spec("h200"))
+    first, second, *_ = ranking.ranked(key.nests[0], device_spec("h200"))
 
     def summary(timed: list[list[object]]) -> dict[str, float]:
         file = tmp_path / "timed.json"
@@ -204,7 +203,7 @@ def test_a_maximum_in_each_lane_is_the_rows(width: int) -> None:
     def fn(x: Tensor) -> Tensor:
         return (x - x.amax(-1, keepdim=True)).exp().sum(-1).log()
 
-    by_lanes = Schedule(1, 1024, Cols.LOOP, num_warps=1)
+    by_lanes = RowTile(1, 1024, Cols.LOOP, num_warps=1)
     compiled = Compiled(fn, schedules=lambda *_: (by_lanes,))
     x = torch.randn(5, width) * 3
     x[0] = torch.arange(width) / 50
@@ -218,7 +217,7 @@ def test_partial_results_of_many_programs_are_added_by_a_second_kernel(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_tiles, "MOST_TICKETS", most)
-    by_row = Schedule(1, 8, Cols.WHOLE, num_warps=1)
+    by_row = RowTile(1, 8, Cols.WHOLE, num_warps=1)
     compiled = Compiled(lambda x: torch.logsumexp(x, -1).mean(), schedules=lambda *_: (by_row,))
     x = torch.randn(5, 7)
     torch.testing.assert_close(
@@ -233,7 +232,7 @@ def test_rows_that_do_not_exist_add_nothing_to_sums_over_rows() -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return (x * y - x).sum(0), (x + 1).sum(0), (y * 0.5 + y.exp()).sum(0), x.amax(0)
 
-    by_blocks = Schedule(4, 16, Cols.GRID, programs=2, num_warps=1)
+    by_blocks = RowTile(4, 16, Cols.GRID, programs=2, num_warps=1)
     compiled = Compiled(fn, schedules=lambda *_: (by_blocks,))
     x, y = torch.randn(13, 21) - 5, torch.randn(13, 21)
     for got, want in zip(compiled(x, y), fn(x.double(), y.double()), strict=True):
@@ -249,12 +248,13 @@ def test_a_value_of_some_rows_and_columns_is_loaded_once_for_them(inside: int, a
         return (x.unflatten(-1, (4, 6)) - mean[:, None, :, None]).abs().sum((0, 1))
 
     x, mean = torch.randn(5, inside, 24), torch.randn(5, 4)
-    loop = Schedule(16, 32, Cols.GRID, programs=2, num_warps=1, num_stages=3)
+    loop = RowTile(16, 32, Cols.GRID, programs=2, num_warps=1, num_stages=3)
     compiled = Compiled(fn, schedules=lambda *_: (loop,))
     want = fn(x.double(), mean.double())
     for runs in (compiled, Compiled(fn)):
         torch.testing.assert_close(runs(x, mean).double(), want, rtol=1e-5, atol=1e-5)
     assert ("first_row //" in kernels_of(compiled)[0].source) == at_once
     nest = compiled.compiler.plans[0].clusters[0].loops
-    tall = [s for s in schedules_of(nest, "", device_spec("h200")) if s.block_rows == 16 and s.programs]
+    of_rows = [s for s in ranking.ranked(nest, device_spec("h200")) if isinstance(s, RowTile)]
+    tall = [s for s in of_rows if s.block_rows == 16 and s.programs]
     assert tall and all((s.num_stages > 1) <= at_once for s in tall)
