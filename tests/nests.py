@@ -10,7 +10,6 @@ import torch
 from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
     COLS,
-    ROWS,
     Axis,
     Compute,
     Constant,
@@ -115,10 +114,6 @@ class Nest:
 
     def scan(self, combine: str, value: Value, reverse: bool = False) -> Value:
         return self.push(Scan(combine, value.node, reverse, torch.float32))
-
-    def segments(self, combine: str, value: Value, *kept: str) -> Value:
-        numbers = frozenset(list(self.axes).index(name) for name in kept)
-        return self.push(Reduce(combine, value.node, self.axes_in(ROWS, COLS) - numbers, torch.float32))
 
     def mean(self, value: Value) -> Value:
         cols = prod(hint(size) for size, group in self.axes.values() if group == COLS)

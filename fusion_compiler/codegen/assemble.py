@@ -14,7 +14,8 @@ import sympy
 import torch
 
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
-from fusion_compiler.codegen.exchange import mailbox, messages
+from fusion_compiler.codegen.chains import ChainEmitter
+from fusion_compiler.codegen.exchange import mailbox, messages, messages_of
 from fusion_compiler.codegen.names import GLOBAL
 from fusion_compiler.codegen.passes import (
     checked_late,
@@ -27,8 +28,7 @@ from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.replicated import Replicated
 from fusion_compiler.codegen.rows import RowEmitter
-from fusion_compiler.codegen.second_stages import Split, split_of
-from fusion_compiler.codegen.segments import SegmentEmitter
+from fusion_compiler.codegen.second_stages import Split, split_by_placement
 from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.text import module
@@ -48,7 +48,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
-from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import WORD
 
@@ -128,14 +128,16 @@ def build(
     runs = [
         Run(nests.in_passes[i], run.placement) if run.in_passes else run for i, run in enumerate(runs)
     ]
-    splits = [split_of(run, numbers, tickets) for run in runs]
+    splits = [
+        split_by_placement(run.a, run.placement, numbers, tickets, run.sharing) for run in runs
+    ]
     mail = [mailboxes(run, position) for position, run in enumerate(runs)]
     last = (split.last for split in splits if split.last is not None)
     scratch = (
         *(b for split, boxes in zip(splits, mail, strict=True) for b in {**split.partials, **boxes}.values()),
         *(stage.counter for stage in last),
     )
-    if any(run.parts > 1 for run in runs):
+    if any(run.together > 1 for run in runs):
         constants = None
     main = [
         Part(run, signature, scratch, split, {**split.partials, **boxes}, constants)
@@ -188,7 +190,8 @@ def _may_share_launch(one: Part, other: Part) -> bool:
     needs at most `ENOUGH_REGISTERS`. Programs that wait for each other have a launch to themselves.
     """
     fewer, more = sorted((one.run.registers, other.run.registers))
-    same_launch = one.placement.num_warps == other.placement.num_warps and one.parts == other.parts == 1
+    same_warps = one.placement.num_warps == other.placement.num_warps
+    same_launch = same_warps and one.run.together == other.run.together == 1
     return same_launch and more <= max(ENOUGH_REGISTERS, 2 * fewer)
 
 
@@ -218,13 +221,19 @@ def _kernel(parts: list[Part], name: str, doc: str) -> Kernel:
 
 def mailboxes(run: Run, position: int) -> dict[str, Buffer]:
     """Return the scratch of programs that share rows: a buffer for each message, [rows, receivers, senders].
+    The rows of a placement are the groups of programs that share reductions.
 
     The keys are the names that the builder uses. position: that of the loop nest in its cluster.
     """
-    if run.parts == 1:
+    if run.together == 1:
         return {}
-    shape = (run.a.size(ROWS), run.parts, run.parts)
-    names = [mailbox(message) for message in messages(run.a)]
+    rows, all_messages = run.a.size(ROWS), messages(run.a)
+    if run.sharing is not None:
+        rows = product(leaf.extent for leaf in run.leaves if leaf.place is Place.GRID)
+        groups = run.sharing.together()
+        all_messages = (message for group in groups for message in messages_of(run.a, group))
+    shape = (rows, run.parts, run.parts)
+    names = [mailbox(message) for message in all_messages]
     return {
         name: Buffer(
             f"{name}_of_{position}" if position else name, shape, strides_of(shape), torch.int64, zeroed=True
@@ -249,7 +258,7 @@ class Part:
         named: Mapping[str, Buffer] = NO_BUFFERS,
         constants: frozenset[str] | None = None,
     ) -> None:
-        self.run, self.a, self.placement, self.parts = run, run.a, run.placement, run.parts
+        self.run, self.a, self.placement = run, run.a, run.placement
         self.signature, self.scratch, self.split, self.constants = signature, scratch, split, constants
         self.empty = frozenset(b.name for b in signature.inputs if 0 in b.shape)
         self.parameters: dict[str, Argument] = {}
@@ -283,11 +292,12 @@ class Part:
         return functions, self.finished(rewritten(body, self.roundings())), grid
 
     def emitter(self) -> Emitter:
-        kind = ProductEmitter
+        nest = PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty)
+        if self.run.sharing is not None:
+            return ChainEmitter(nest, self.run.sharing)
         if self.run.in_rows:
-            of_rows = SegmentEmitter if self.a.segmented else RowEmitter
-            kind = AlignedRowEmitter if self.placement.word else of_rows
-        return kind(PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty))
+            return AlignedRowEmitter(nest) if self.placement.word else RowEmitter(nest)
+        return ProductEmitter(nest)
 
     def roundings(self) -> Mapping[int, int]:
         """Return what `stored_early` may move: no stores of misaligned rows, of passes or of other tiles."""
@@ -365,7 +375,7 @@ class Part:
             grid,
             warps,
             max(1, stages),
-            self.parts,
+            self.run.together,
             self.placement.registers,
             dependent=self.constants is not None,
         )

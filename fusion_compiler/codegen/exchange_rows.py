@@ -1,4 +1,4 @@
-"""Programs that share rows exchange the results of their reductions (see `codegen.exchange`)."""
+"""Programs exchange the results of the reductions that they share (see `codegen.exchange`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 from fusion_compiler.codegen.carried import State
 from fusion_compiler.codegen.exchange import mailbox, messages_of
 from fusion_compiler.codegen.monoids import is_logical, neutral
+from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Boxes, For, Range, Signal, Wait
 from fusion_compiler.ir.loops import ROWS, axes_in
@@ -21,22 +22,10 @@ def exchange(
 ) -> None:
     """Let each program of a block of rows send its states to the others, wait for theirs, and merge all."""
     assert isinstance(shared.extent, int)
-    splits, part, parts = shared.extent, e.element(shared).value, Name("parts")
-    e.add(Assign((parts,), tl.arange(0, padded(splits))))
-    first, rows = _rows(e, splits)
+    first, rows = _rows(e, shared.extent)
     pairs = list(zip(states, values, strict=True))
     sent = {n: v for state, variables in pairs for n, v in zip(state.numbers, variables, strict=True)}
-    theirs = {n: Var(f"all_{variable.base}") for n, variable in sent.items()}
-    received: list[Wait] = []
-    for message in messages_of(e.a, list(sent)):
-        ours: list[Expression] = [sent[n] for n in message]
-        if is_logical(e.reduction(message[0])):
-            ours = [sent[message[0]].to(tl.int32)]
-        mail = plus(e.pointers[mailbox(message)], first * (splits * splits))
-        e.add(Signal(Boxes(plus(mail, parts * splits, part), parts < splits, rows), tuple(ours)))
-        neutrals = tuple(lift(neutral(e.reduction(n))) for n in message)
-        boxes = Boxes(plus(mail, part * splits, parts), parts < splits, rows)
-        received.append(Wait(tuple(theirs[n] for n in message), boxes, ours[0], neutrals))
+    theirs, received = messages(e, first, shared.extent, e.element(shared).value, sent, rows)
     if e.keeps:
         _merge_rows(e, pairs, theirs, received)
         return
@@ -44,6 +33,36 @@ def exchange(
         e.add(wait)
     for state, variables in pairs:
         state.merge(e, variables, [theirs[n] for n in state.numbers])
+
+
+def messages(
+    e: Emitter,
+    first: Expression,
+    programs: int,
+    part: Expression,
+    sent: Mapping[int, Var],
+    rows: tuple[Expression, ...] = (),
+) -> tuple[Mapping[int, Var], list[Wait]]:
+    """Let a program send its value of some reductions to the programs with which it shares them. Return the
+    variables of all programs' values, by reduction, and the statements that wait for these.
+
+    first: the number of the row, or of the group of programs. rows: see `Boxes`.
+    programs, part: how many programs share a reduction, and the number of this one among them.
+    """
+    parts = Name("parts")
+    e.add(Assign((parts,), tl.arange(0, padded(programs))))
+    theirs = {n: Var(f"all_{variable.base}") for n, variable in sent.items()}
+    received: list[Wait] = []
+    for message in messages_of(e.a, list(sent)):
+        ours: list[Expression] = [sent[n] for n in message]
+        if is_logical(e.reduction(message[0])):
+            ours = [sent[message[0]].to(tl.int32)]
+        mail = plus(e.pointers[mailbox(message)], first * (programs * programs))
+        e.add(Signal(Boxes(plus(mail, parts * programs, part), parts < programs, rows), tuple(ours)))
+        neutrals = tuple(lift(neutral(e.reduction(n))) for n in message)
+        boxes = Boxes(plus(mail, part * programs, parts), parts < programs, rows)
+        received.append(Wait(tuple(theirs[n] for n in message), boxes, ours[0], neutrals))
+    return theirs, received
 
 
 def _rows(e: RowTiles, splits: int) -> tuple[Expression, tuple[Expression, ...]]:

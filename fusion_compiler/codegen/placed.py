@@ -1098,7 +1098,7 @@ class Emitter:
         program, width = self.number_of(of.leaves), of.buffer.stride[0]
         rest = None if index.value == Literal(0) else index.value
         place = self.joined(plus(program if width == 1 else program * lift(width), rest), index)
-        conditions = self.by_one(self.where.of_axes(of.axes))
+        conditions = self.by_one(self.where.of_axes(of.axes) | frozenset(of.leaves))
         self.put(self.tile(number), of.buffer.name, place, frozenset(of.axes), conditions, number)
 
 

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
 from fusion_compiler.codegen import monoids
-from fusion_compiler.codegen.bits import floats_of
 from fusion_compiler.codegen.expression import computed, convert
-from fusion_compiler.codegen.placed import Emitter
+from fusion_compiler.codegen.kept_tiles import KEPT, KeptTiles
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -24,26 +22,21 @@ from fusion_compiler.ir.loops import (
     Compute,
     Index,
     Load,
-    Node,
     Reduce,
     Scan,
     Store,
     Value,
     axes_in,
-    operands_of,
     right_neighbours,
-    store_operands,
 )
-from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, fm, lift, tl
+from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, lift, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 
 aten = torch.ops.aten
-KEPT = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of tiles that may stay as they were loaded
 
 
-class RowTiles(Emitter):
+class RowTiles(KeptTiles):
     """Tiles of a nest of rows and columns."""
 
     def __init__(self, nest: PlacedNest) -> None:
@@ -55,7 +48,6 @@ class RowTiles(Emitter):
         self.shared = next((leaf for leaf in self.where.grid if leaf.place is Place.SHARED), None)
         self.sums: dict[int, Tile] = {}  # over rows: their accumulators
         self.pending: list[int] = []  # sums over rows to which the open block is not added yet
-        self.kept: dict[int, Var] = {}  # load -> its tile in the dtype of the buffer
         self.true = frozenset[int]()  # conditions that hold in the open block
         self.in_one_row = False  # values of a row are scalars, whatever tiles are
         self.carried: dict[int, Var] = {}  # scan -> its value after the blocks of a loop so far
@@ -110,34 +102,6 @@ class RowTiles(Emitter):
             return self.load_options
         policy = Literal("evict_first" if self.is_last_pass else "evict_last")
         return {**self.load_options, "eviction_policy": policy}
-
-    def compute(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.tile(number)
-
-    def needed_by(self, numbers: Iterable[int]) -> set[int]:
-        """Return some nodes and all of which they are computed."""
-        needed, stack = set[int](), list(numbers)
-        while stack:
-            number = stack.pop()
-            if number not in needed and self.cached(number) is None:
-                needed.add(number)
-                stack += self.operands(number)
-        return needed
-
-    def operands(self, number: int) -> Iterable[int]:
-        """Return the nodes that are computed before a node."""
-        if number in self.a.invariants:  # a loop over a ragged axis computes the rest
-            return self.a.invariants[number]
-        floats = floats_of(self.loops, number)
-        return self.read_by(self.loops.nodes[number]) if floats is None else floats.operands()
-
-    def read_by(self, access: Node | Store) -> Iterable[int]:
-        """Return the nodes that a node or a store reads: of a condition those that are its parts."""
-        operands = store_operands(access) if isinstance(access, Store) else operands_of(access)
-        if not isinstance(access, Store | Load) or access.within is None:
-            return operands
-        return (*(n for n in operands if n != access.within), *self.parts(access.within))
 
     # -- what carried reductions ask -------------------------------------------------------------------
 
@@ -218,11 +182,7 @@ class RowTiles(Emitter):
     def emitted(self, number: int) -> Tile:
         node = self.loops.nodes[number]
         if isinstance(node, Load) and self.is_kept(number, node):
-            tile = self.loaded(node, as_held=True)
-            self.kept[number] = self.let(f"{self.called(node.buffer)}_loaded", tile.value)
-            value = convert(self.kept[number], self.dtypes[node.buffer], node.dtype)
-            base = self.called(node.buffer)
-            return replace(tile, value=value if isinstance(value, Var) else self.let(base, value, number))
+            return super().emitted(number)
         pair = next((pair for pair in self.pairs.items() if number in pair), None)
         if isinstance(node, Load) and pair is not None and node.buffer not in self.empty:
             self.load_pair(*pair)
@@ -332,39 +292,13 @@ class RowTiles(Emitter):
     # -- what programs that wait for each other keep ---------------------------------------------------
 
     def is_kept(self, number: int, node: Load) -> bool:
-        """True if a tile stays in registers as it was loaded, while programs wait for each other. What was
-        computed from it is computed again, which leaves room for more programs."""
+        """True if a tile of a row stays in registers as it was loaded."""
         in_tile = self.shared is not None and not placed(self.where.of_axes(self.columns), Place.LOOP)
         is_full = self.is_full(number) and self.lanes[-1] in self.depends[number]
         return in_tile and is_full and self.dtypes[node.buffer] in KEPT and node.buffer not in self.empty
 
     def compute_again(self, wanted: Sequence[int]) -> None:
-        """Forget tiles before `wanted` is computed, so that they are computed from loaded ones again. Tiles
-        that it reads and that took special functions are kept."""
-        if not self.kept:
-            return
-        terms = [self.reduction(n).operand for n in self.pending]
-        read = {o for n in self.needed_by([*wanted, *terms]) for o in operands_of(self.loops.nodes[n])}
-        tiles = self.scopes[self.depth].tiles
-        for n, node in enumerate(self.loops.nodes):
-            tile = tiles.get(self.key(n))
-            if tile is not None and n in self.kept and isinstance(node, Load):
-                value = convert(fm.again(self.kept[n]), self.dtypes[node.buffer], node.dtype)
-                tiles[self.key(n)] = replace(tile, value=self.state(self.called(node.buffer), value, n))
-            elif tile is not None and isinstance(node, Compute) and self.is_full(n):
-                if n not in read or n not in self.slow:
-                    del tiles[self.key(n)]
+        super().compute_again([*wanted, *(self.reduction(n).operand for n in self.pending)])
 
     def is_full(self, number: int) -> bool:
         return self.a.groups[number] == frozenset({ROWS, COLS})
-
-    @cached_property
-    def slow(self) -> frozenset[int]:
-        """Return the tiles that take special functions to compute from loaded values."""
-        slow = set[int]()
-        for n, node in enumerate(self.loops.nodes):
-            if isinstance(node, Compute) and self.is_full(n):
-                spec = spec_of(node.target)
-                if spec is None or spec.special > 0 or not slow.isdisjoint(operands_of(node)):
-                    slow.add(n)
-        return frozenset(slow)

@@ -103,7 +103,6 @@ class RowEmitter(RowTiles):
             plain = (n for n in needed if isinstance(nodes[n], Load) and not operands_of(nodes[n]))
             first = (*first, *sorted(n for n in plain if n not in in_pairs))
         self.compute(first)
-        self.partial_results(self.a.segmented)  # before the row's reductions: fewer tiles wait for those
         self.compute(sorted(needed))
         self.store_all(stores)
 
@@ -118,17 +117,16 @@ class RowEmitter(RowTiles):
             needed = sorted(self.needed_by(o for s in of_row for o in self.read_by(s)))
             self.compute(n for n in needed if not level[n] and COLS not in self.a.groups[n])
         complete = {s: max(level[o] for o in store_operands(s)) for s in full}
-        levels = [level[n] for n in (*reductions, *self.a.segmented)] + [n + 1 for n in complete.values()]
+        levels = [level[n] for n in reductions] + [n + 1 for n in complete.values()]
         last = max(levels, default=0) - 1
         for number in range(last + 1):
             self.is_last_pass = number == last
-            states = self.states([n for n in reductions if level[n] == number + 1])
+            states = states_of(self.a, [n for n in reductions if level[n] == number + 1])
             writes = [s for s in full if complete[s] == number]
-            partial = [n for n in self.a.segmented if level[n] == number + 1]
-            if not states and not writes and not partial:
+            if not states and not writes:
                 continue
             pass_over = self.one_tile if loop is None else functools.partial(self.one_pass, loop)
-            values = pass_over(states, partial, writes)
+            values = pass_over(states, writes)
             if states and self.shared is not None:
                 exchange(self, self.shared, states, values)
                 self.compute_again([o for s in stores for o in self.read_by(s)])
@@ -138,46 +136,32 @@ class RowEmitter(RowTiles):
                     self.scopes[self.depth].tiles[self.key(n)] = tile
         self.store_all(of_row)
 
-    def states(self, reductions: Sequence[int]) -> list[State]:
-        """Return what a pass keeps for some reductions."""
-        return states_of(self.a, reductions)
-
     def accumulated(self) -> list[int]:
         """Return what sums over rows are computed of."""
         return [self.reduction(n).operand for n in self.a.across_rows]
 
-    def partial_results(self, numbers: Sequence[int]) -> None:
-        """Store the block's part of reductions that keep a part of a group (`codegen.second_stages`)."""
-        assert not numbers
-
-    def needed_in_pass(
-        self, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
-    ) -> list[int]:
+    def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
         """Return the nodes that a pass needs, those of rows computed."""
         wanted = [n for state in states for n in state.reads(self)]
-        wanted += [self.reduction(n).operand for n in partial]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.where.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
         return needed
 
-    def one_tile(
-        self, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
-    ) -> list[tuple[Var, ...]]:
+    def one_tile(self, states: Sequence[State], stores: Sequence[Store]) -> list[tuple[Var, ...]]:
         """Emit a pass over a tile that holds the program's part of the rows; return the states."""
-        self.compute(self.needed_in_pass(states, partial, stores))
-        self.partial_results(partial)
+        self.compute(self.needed_in_pass(states, stores))
         self.add_block(max((self.a.level[n] for state in states for n in state.numbers), default=1) - 1)
         values = [state.single(self) for state in states]
         self.store_all(stores)
         return values
 
     def one_pass(
-        self, loop: Leaf, states: Sequence[State], partial: Sequence[int], stores: Sequence[Store]
+        self, loop: Leaf, states: Sequence[State], stores: Sequence[Store]
     ) -> list[tuple[Var, ...]]:
         """Emit a loop over whole blocks of columns, then the rest in a block of as few lanes as it needs;
         return the states."""
-        needed = self.needed_in_pass(states, partial, stores)
+        needed = self.needed_in_pass(states, stores)
         size, lanes = self.a.size(COLS), self.lanes[-1].lanes
         is_reverse = True in self.a.directions
         blocks, self.rest, rest_lanes = loop.extent, 0, 0
@@ -197,7 +181,6 @@ class RowEmitter(RowTiles):
             self.compute(needed)
             for state, variables in zip(states, values, strict=True):
                 add(state, variables)
-            self.partial_results(partial)
             self.store_all(stores)
 
         self.ends[loop.name], self.is_whole = self.end_of(loop, blocks), is_cut

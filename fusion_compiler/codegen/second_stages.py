@@ -10,9 +10,9 @@ computes every node that waits for them. A second kernel runs it. In a placement
 last of the programs that share a reduction runs their part of it, which an atomic counter for the programs of
 each part finds.
 
-A norm of channels in groups needs the sums of each channel over all samples in addition to those along its
-rows, which are the groups of each sample. The kept axes of such a sum are neither rows nor columns of a tile.
-So each block of a row leaves one partial result for every piece of a segment in it.
+A norm of channels in groups needs the sums of each channel over all samples in addition to those of each
+group of each sample. Programs that share a group then store their parts of the first and exchange their parts
+of the second (`schedule.shared_reductions`).
 """
 
 from __future__ import annotations
@@ -38,25 +38,18 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
     axes_of,
+    operands_of,
     renumber,
     renumber_store,
-    row_major,
-    segment_of,
     store_operands,
     with_operands,
 )
 from fusion_compiler.schedule import placement as place
-from fusion_compiler.schedule.analysis import (
-    Analysis,
-    Pieces,
-    accumulator_dtype,
-    pieces_of,
-    waiting,
-)
+from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
-from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.shared_reductions import SharedReductions
 
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
@@ -125,7 +118,7 @@ def completed(
     group: the group of `axes` over which they are reduced.
     moved: new numbers of the axes of `loops` that remain.
     """
-    dependent = waiting(loops, partials)
+    dependent = _late(loops, partials)
     stores_left = [s for s in loops.stores if s.value in dependent]
     needed = with_operands(loops, (o for s in stores_left for o in store_operands(s)), partials)
     numbers: dict[int, int] = {}
@@ -180,28 +173,16 @@ def _counter(number: int, blocks: Dim = 1) -> Buffer:
     return Buffer(f"ticket_{number}" if number else "ticket", (blocks,), (1,), torch.int32, zeroed=True)
 
 
-def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
-    """Return the reductions that programs share. numbers, tickets: the numbers in the names of a cluster's
-    partial results and counters."""
-    segmented = run.a.segmented if run.in_rows else ()
-    split = split_by_placement(run.a, run.placement, numbers, tickets, segmented)
-    if not segmented:
-        return split
-    segments = split_by_segments(run, numbers)
-    return replace(
-        split, partials={**split.partials, **segments.partials}, stages=(*split.stages, *segments.stages)
-    )
-
-
 def split_by_placement(
     analysis: Analysis,
     placement: Placement,
     numbers: Iterator[int],
     tickets: Iterator[int],
-    others: Collection[int] = (),
+    sharing: SharedReductions | None = None,
 ) -> Split:
-    """Return the reductions that programs share under a placement. numbers, tickets: the numbers in the names
-    of buffers and counters. others: reductions that are split otherwise."""
+    """Return the reductions of which programs store parts under a placement. numbers, tickets: the numbers in
+    the names of buffers and counters. sharing: what programs do with reductions that they share, if it is
+    anything else than to store their parts of those over axes of the grid."""
     loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID and leaf.extent != 1]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
@@ -209,11 +190,13 @@ def split_by_placement(
     of_each = placement.combined(place.Stage.EACH)
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
-        if shared and loops.names[n] not in of_each and n not in others:
+        if sharing is not None:
+            shared = sharing.leaves[n] if n in sharing.partial else ()
+        if shared and loops.names[n] not in of_each:
             axes = sorted(analysis.node_axes[n], key=lambda k: (in_lanes.get(k, -1), k))
             programs = product(leaf.extent for leaf in shared)
             kept[n] = replace(_partial(loops, n, next(numbers), programs, axes), leaves=shared)
-    late = waiting(loops, kept)
+    late = _late(loops, kept)
     stores = tuple(store for store in loops.stores if store.value not in late)
     nests: list[LoopNest] = []
     for together in _needed_together(loops, kept):
@@ -235,9 +218,19 @@ def split_by_placement(
     return Split(buffers, tuple((nest, placed(nest)) for nest in nests), kept, stores)
 
 
+def _late(loops: LoopNest, partials: Collection[int]) -> frozenset[int]:
+    """Return the nodes that no program can compute: some reductions of which each program has a part, and
+    what depends on them. A reduction that reads a part of them is a part itself."""
+    late = set(partials)
+    for n, node in enumerate(loops.nodes):
+        if not isinstance(node, Reduce) and not late.isdisjoint(operands_of(node)):
+            late.add(n)
+    return frozenset(late)
+
+
 def _axes_behind(loops: LoopNest, partials: Collection[int]) -> list[int]:
     """Return the axes over which what waits for some reductions varies, or is stored."""
-    behind, varies = waiting(loops, partials), axes_of(loops.nodes)
+    behind, varies = _late(loops, partials), axes_of(loops.nodes)
     stores = [store for store in loops.stores if store.value in behind]
     stored = {k for store in stores for k, _ in store.index.terms if k >= 0}
     return sorted(stored.union(*(varies[n] for store in stores for n in store_operands(store))))
@@ -249,8 +242,11 @@ def _needed_together(loops: LoopNest, partials: Mapping[int, Partial]) -> list[s
     sets = list[set[int]]()
     for form in dict.fromkeys((partial.leaves, partial.axes) for partial in partials.values()):
         sets.append({n for n, partial in partials.items() if (partial.leaves, partial.axes) == form})
+    late = _late(loops, partials)
     for store in loops.stores:
         needed = with_operands(loops, store_operands(store), partials) & partials.keys()
+        if store.value not in late:  # its programs have all that it needs
+            continue
         touched = [numbers for numbers in sets if numbers & needed]
         if len(touched) > 1:
             sets = [numbers for numbers in sets if numbers not in touched]
@@ -271,58 +267,6 @@ def _of_kept_axes(nest: LoopNest, placement: Placement) -> Placement:
         elif isinstance(d, place.Split | At) and d.axis.split(".")[0] in names:
             directives.append(d)
     return Placement((At(part, Place.LANES), *directives), placement.num_warps)
-
-
-def split_by_segments(run: Run, numbers: Iterator[int]) -> Split:
-    """Return the partial results of reductions that keep a part of a group, and one second stage for all that
-    keep the same axes. numbers: yields the numbers in the buffers' names."""
-    analysis, columns, partials = run.a, run.counts[Place.LANES, COLS], dict[int, Buffer]()
-    for n in analysis.segmented:
-        node, rows = analysis.loops.nodes[n], analysis.size(ROWS)
-        assert isinstance(node, Reduce)
-        shape = (rows, pieces_of(analysis, columns, n).count)
-        partials[n] = Buffer(f"partial_{next(numbers)}", shape, strides_of(shape), accumulator_dtype(node))
-    nests = [
-        _over_pieces(analysis, columns, kept, partials)
-        for kept in dict.fromkeys(analysis.kept(n) for n in analysis.segmented)
-    ]
-    named = {name_of_pieces(n): buffer for n, buffer in partials.items()}
-    return Split(named, tuple((nest, _placement_of(nest)) for nest in nests))
-
-
-def name_of_pieces(number: int) -> str:
-    """Return the name of the partial results of a reduction that keeps a part of a group."""
-    return f"pieces_{number}"
-
-
-def _over_pieces(
-    analysis: Analysis, columns: int, kept: frozenset[int], partials: Mapping[int, Buffer]
-) -> LoopNest:
-    """Return the loop nest whose rows are the remaining reduced axes and whose columns are the kept axes."""
-    loops, sums = analysis.loops, [n for n in partials if analysis.kept(n) == kept]
-    reduced, steps = _axes_of_pieces(analysis, kept, pieces_of(analysis, columns, sums[0]))
-    moved = {k: len(reduced) + i for i, k in enumerate(sorted(kept))}
-    terms = {**{i: step for i, (_, step) in enumerate(reduced)}, **{moved[k]: steps[k] for k in kept}}
-    axes = [Axis(f"row_{i}", size, ROWS) for i, (size, _) in enumerate(reduced)]
-    axes += [Axis(f"col_{i}", loops.axes[k].size, COLS) for i, k in enumerate(sorted(kept))]
-    index = Index(0, tuple(sorted(terms.items())))
-    loads = {n: Load(partials[n].name, index, None, partials[n].dtype) for n in sums}
-    return completed(loops, loads, tuple(axes), ROWS, moved)
-
-
-def _axes_of_pieces(
-    analysis: Analysis, kept: frozenset[int], pieces: Pieces
-) -> tuple[list[tuple[Dim, Dim]], dict[int, Dim]]:
-    """Return the layout of the partial results: (size, step) of the axes left to reduce, and the step of
-    each kept axis."""
-    steps = {k: product((step, pieces.count)) for k, step in row_major(analysis.axes[ROWS], 0)}
-    reduced = [(analysis.loops.axes[k].size, step) for k, step in steps.items() if k not in kept]
-    segment = segment_of(analysis.loops, kept)
-    reduced.append((pieces.count if segment is None else segment // pieces.columns, 1))
-    for k, step in row_major(analysis.axes[COLS], analysis.first[COLS]):
-        assert isinstance(step, int), "segments have a known size"
-        steps[k] = step // pieces.columns
-    return [pair for pair in reduced if pair[0] != 1] or [(1, 1)], steps
 
 
 def _placement_of(nest: LoopNest) -> Placement:

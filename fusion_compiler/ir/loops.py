@@ -36,7 +36,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dims import Dim, product, quotient, strides_of
+from fusion_compiler.ir.dims import Dim, quotient, strides_of
 
 ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
@@ -418,23 +418,6 @@ def row_major(axes: Sequence[Axis], first: int) -> tuple[tuple[int, Dim], ...]:
     first."""
     steps = strides_of(tuple(a.size for a in axes))
     return tuple((first + i, step) for i, step in enumerate(steps))
-
-
-def segment_of(loops: LoopNest, kept: frozenset[int]) -> int | None:
-    """Return how many columns a reduction with these kept axes combines to one value; None if it keeps no
-    column."""
-    cols = [k for k, a in enumerate(loops.axes) if a.group == COLS]
-    if not kept & set(cols):
-        return None
-    segment = product(loops.axes[k].size for k in cols if k not in kept)
-    assert isinstance(segment, int), "segments have a known size"
-    return segment
-
-
-def largest_aligned_block(segment: int) -> int:
-    """Return the largest power of two that divides a segment. Aligned blocks of this length never cross
-    its end."""
-    return segment & -segment
 
 
 def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:

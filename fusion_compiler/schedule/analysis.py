@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -33,15 +33,12 @@ from fusion_compiler.ir.loops import (
     axes_in,
     axes_of,
     groups_of,
-    kept_axes,
-    largest_aligned_block,
     operands_of,
     reduced_groups,
     renumber,
     renumber_axes,
     renumber_store,
     right_neighbours,
-    segment_of,
     store_operands,
     with_operands,
 )
@@ -292,19 +289,7 @@ class Analysis:
     @cached_property
     def across_rows(self) -> tuple[int, ...]:
         """Return the reductions over rows, which are complete only when every program is done."""
-        return tuple(
-            i for i in self.reductions if ROWS in self.reduced_groups(i) and i not in self.segmented
-        )
-
-    @cached_property
-    def segmented(self) -> tuple[int, ...]:
-        """Return the `reductions` that keep a part of a group; each block stores its part of the results."""
-        return tuple(i for i in self.reductions if self.kept(i))
-
-    def kept(self, node: int) -> frozenset[int]:
-        reduce = self.loops.nodes[node]
-        assert isinstance(reduce, Reduce)
-        return kept_axes(self.loops.axes, reduce)
+        return tuple(i for i in self.reductions if ROWS in self.reduced_groups(i))
 
     def reduced_groups(self, node: int) -> frozenset[str]:
         """Return the groups of axes that a reduction reduces."""
@@ -313,8 +298,7 @@ class Analysis:
     @cached_property
     def along(self) -> tuple[int, ...]:
         """Return the reductions that a program completes by itself, if its tile has all of their terms."""
-        apart = {*self.across_rows, *self.segmented}
-        return tuple(n for n in self.reductions if n not in apart)
+        return tuple(n for n in self.reductions if n not in self.across_rows)
 
     @cached_property
     def per_row(self) -> frozenset[int]:
@@ -369,17 +353,12 @@ class Analysis:
     @cached_property
     def finish(self) -> frozenset[int]:
         """Return the nodes that no program of the main kernel can complete alone."""
-        return self.after_rows | self.after_segments
+        return self.after_rows
 
     @cached_property
     def after_rows(self) -> frozenset[int]:
         """Return the nodes that wait for a reduction over the rows."""
         return waiting(self.loops, self.across_rows)
-
-    @cached_property
-    def after_segments(self) -> frozenset[int]:
-        """Return the nodes that wait for a reduction of `segmented`."""
-        return waiting(self.loops, self.segmented)
 
     @cached_property
     def ends_in_a_row(self) -> bool:
@@ -585,21 +564,6 @@ def ceil_div(a: Dim, b: int) -> Dim:
     return a if b == 1 else FloorDiv(a + (b - 1), b)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """A row has `count` pieces of so many columns, with one partial result each."""
-
-    columns: int
-    count: int
-
-
-def pieces_of(a: Analysis, block_cols: int, number: int) -> Pieces:
-    """Return the pieces that blocks of so many columns reduce for a reduction over segments; none crosses a
-    segment's end."""
-    segment, width = segment_of(a.loops, a.kept(number)), a.size(COLS)
-    assert isinstance(width, int), "segments have a known size"
-    columns = block_cols if segment is None else min(largest_aligned_block(segment), block_cols)
-    return Pieces(columns, -(-width // columns))
 
 
 def along_rows_first(loops: LoopNest) -> LoopNest:

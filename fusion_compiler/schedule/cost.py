@@ -25,11 +25,11 @@ from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 from fusion_compiler.schedule.run import NO_HINTS, Run
+from fusion_compiler.schedule.shared_reductions import SharedReductions
 from fusion_compiler.schedule.work import BufferInfo, Work, weights_of
 
-# The second kernel of a segment sum: segments of one program, and partial results that it loads at once of
-# each.
-SEGMENT_BLOCK, ADDENDS = 16, 256
+# Results of one program of a second kernel, and partial results that it loads at once of each.
+SECOND_BLOCK, ADDENDS = 16, 256
 
 # Share of the bandwidth. With P resident programs on a multiprocessor it is P / (P + STALL): a program loads,
 # reduces and stores in sequence, and others fill its pauses. Softmax over 32768 columns in registers, P = 1:
@@ -98,7 +98,7 @@ class Use(NamedTuple):
 
     share: float
     rereads: int = 0
-    flight: int = 0
+    flight: float = 0
     slots: int = 0
     after_us: float = 0.0
     messages: int = 0
@@ -111,6 +111,8 @@ def _use(work: Work, run: Run, device: DeviceSpec) -> Use:
 
 def _use_of_tiles(work: Work, run: Run, device: DeviceSpec) -> Use:
     """Return the use of memory by tiles of any axes."""
+    if run.sharing is not None:
+        return _use_in_parts(work, run, run.sharing, device)
     tile = max(run.tile_sizes)
     resident = _resident(work, run, tile, device)
     slowdown = _slowdown(run, tile, device, BLOCK_ELEMENTS)
@@ -174,6 +176,29 @@ def _use_of_rows(work: Work, run: Run, device: DeviceSpec) -> Use:
     return Use(share, passes - 1, min(run.programs, slots) * block_rows, slots, after, unused=unused)
 
 
+def _use_in_parts(work: Work, run: Run, sharing: SharedReductions, device: DeviceSpec) -> Use:
+    """Return the use of memory by programs that share reductions over different axes, or go through these in
+    loops."""
+    elements, in_loops = max(run.tile_sizes), run.extent(Place.LOOP)
+    resident, after = _resident(work, run, elements, device), _finish_us(work, run, device)
+    slots, exchanges = resident * device.sms, len(tuple(sharing.together()))
+    has_loops = any(leaf.place is Place.LOOP for leaf in run.leaves)
+    rereads = max(0, work.phases - 1) + bool(work.early & work.late) if has_loops else 0
+    flight = min(1.0, slots / max(1, run.programs)) * work.count[1]
+    share = resident / (resident + STALL) / _slowdown(run, elements, device, BLOCK_ELEMENTS)
+    messages = 0
+    if exchanges:
+        after += exchanges * EXCHANGE_US
+        messages = exchanges * MESSAGE_BYTES * run.parts * run.programs
+        full = min(1.0, (1 + WAITING / ENOUGH_WAITING) * resident / (resident + WAITING))
+        share = SHARED * full / _slowdown(run, elements, device, SHARED_ELEMENTS)
+    elif has_loops:
+        share = LOOPED / _slowdown(run, elements, device, BLOCK_ELEMENTS)
+    covered = run.programs * elements * in_loops
+    filled = min(1.0, prod(work.sizes) / max(1, covered))
+    return Use(share * filled, rereads, flight, slots, after, messages)
+
+
 def _streams(work: Work, leaves: Sequence[Leaf]) -> bool:
     """True if programs read their part of a matrix and little else: in a loop, or all of it at once where
     others have the rest of its terms."""
@@ -209,17 +234,26 @@ def _finish_us(work: Work, run: Run, device: DeviceSpec) -> float:
     in a second kernel or in the last programs."""
     grid, moved, of_block, last = [leaf for leaf in run.leaves if leaf.place is Place.GRID], 0, 0, True
     finished, of_each = run.placement.combined(Stage.LAST), run.placement.combined(Stage.EACH)
+    addends, totals, sharing = 0, 0, run.sharing
     for number, node in enumerate(work.loops.nodes):
         shared = [leaf for leaf in grid if isinstance(node, Reduce) and leaf.members & node.axes]
+        if sharing is not None:
+            shared = list(sharing.leaves[number]) if number in sharing.partial else []
         if shared and work.loops.names[number] not in of_each:
             size = work.row_bytes * work.points(work.axes[number])
             parts = prod(hint(leaf.extent, work.hints) for leaf in shared)
             blocks = prod(hint(leaf.extent, work.hints) for leaf in grid if leaf not in shared)
+            addends, totals = max(addends, parts), max(totals, work.points(work.axes[number]))
             moved, of_block = moved + 2 * size * parts, of_block + size * parts // max(1, blocks)
             last = last and work.loops.names[number] in finished
     if not moved:
         return 0.0
     after = LAST_US + 1e6 * of_block / (L1_BYTES * device.clock) if last else device.floor_us
+    if sharing is not None:
+        parallel = min(1.0, ceil(totals / SECOND_BLOCK) / device.sms)
+        read = 1e6 * moved / 2 / (device.l2_bandwidth * parallel)
+        chain = ceil(addends / ADDENDS) * device.dram_latency_us
+        return 1e6 * moved / 2 / device.copy_bandwidth + max(device.floor_us, read + chain)
     waits = device.dram_latency_us if work.phases else 0.0  # nothing in a program waits for what it shares
     return 1e6 * moved / device.l2_bandwidth + after - waits
 
@@ -326,7 +360,6 @@ class Roofline:
         self.reread_tensors = len(early)
         self.reread_bytes = sum(work.bytes_of(work.reads, name, device) for name in early)
         self.arithmetic_us = _arithmetic_us(work, device)
-        self.segments_us = _segments_us(work, device)
 
     @property
     def empty(self) -> bool:
@@ -385,7 +418,7 @@ class Roofline:
         busy, starts = max(memory, arithmetic), run.programs * START_US / device.sms
         if 2 * starts > busy:
             busy = (busy**SHARP + starts**SHARP) ** (1 / SHARP)
-        return busy + (1 + self.work.phases) * device.dram_latency_us + use.after_us + self.segments_us
+        return busy + (1 + self.work.phases) * device.dram_latency_us + use.after_us
 
     def _memory_us(self, run: Run, use: Use) -> tuple[float, float]:
         """Return (microseconds, additional device-memory bytes of later passes)."""
@@ -422,13 +455,3 @@ def _arithmetic_us(work: Work, device: DeviceSpec, elsewhere: int = 0) -> float:
         integer,
         work.fp64 / device.fp64_per_s,
     )
-
-
-def _segments_us(work: Work, device: DeviceSpec) -> float:
-    """Return the time to store the partial results of segment sums and to add them up in a second kernel."""
-    if not work.partials:
-        return 0.0
-    stored = 1e6 * work.partials * work.row_bytes / device.copy_bandwidth
-    parallel = min(1.0, ceil(work.totals / SEGMENT_BLOCK) / device.sms)
-    read = 1e6 * work.partials * work.row_bytes / (device.l2_bandwidth * parallel)
-    return stored + max(device.floor_us, read + ceil(work.addends / ADDENDS) * device.dram_latency_us)

@@ -32,7 +32,7 @@ NARROWEST = 512  # columns of a tile; narrower ones have several rows with diffe
 def fits(a: Analysis) -> bool:
     """True if rows are adjacent in memory and not aligned."""
     width = a.size(COLS)
-    if not isinstance(width, int) or width % WORD == 0 or a.tall or a.segmented:
+    if not isinstance(width, int) or width % WORD == 0 or a.tall:
         return False
     if not a.axes[ROWS]:
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from math import prod
 
 import sympy
 
@@ -15,6 +16,7 @@ from fusion_compiler.ir.loops import COLS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP, padded
+from fusion_compiler.schedule.shared_reductions import SharedReductions, sharing_of
 from fusion_compiler.schedule.tile_products import products_of
 
 # Registers of a thread for tiles. Addresses, masks and temporaries take the rest of the 255. Measured on the
@@ -78,6 +80,20 @@ class Run:
             if leaf.place is place and (axes is None or not leaf.members.isdisjoint(axes)):
                 count *= leaf.lanes
         return count
+
+    @cached_property
+    def sharing(self) -> SharedReductions | None:
+        """Return what programs do with reductions that they share, as `sharing_of` does."""
+        return sharing_of(self.a.loops, self.placement)
+
+    @cached_property
+    def together(self) -> int:
+        """Return how many programs have to run at the same time, because they exchange reductions."""
+        return 1 if self.sharing is not None and not self.sharing.exchanged else self.parts
+
+    def extent(self, place: Place) -> int:
+        """Return how many programs, turns, lanes or copies there are at a place."""
+        return prod(size for (where, _), size in self.counts.items() if where is place)
 
     @cached_property
     def terms(self) -> frozenset[int]:

@@ -57,7 +57,7 @@ def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     if not a.in_rows:
         if windowed.runs(a.loops):
             return None if windowed.best(a.loops, device) else windowed.REFUSAL
-        return tiles.refuses(a)
+        return tiles.refuses(a, device)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 

@@ -12,7 +12,7 @@ at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from math import prod
 
@@ -20,6 +20,7 @@ import sympy
 import torch
 
 from fusion_compiler.ir.dag import LEAST_SHARING
+from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
     INNER,
@@ -37,10 +38,15 @@ from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
 from fusion_compiler.schedule.run import MOST
 from fusion_compiler.schedule.shapes import are_apart, padded
+from fusion_compiler.schedule.tile_parts import group_of, parts
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, with_exact_products
 from fusion_compiler.schedule.verifier import refusal
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
+SHARED_ELEMENTS = (16, 8, 32, 64)  # the same where programs store parts of sums
+# The least that axes may fill of such a tile; otherwise two kernels are faster. Groups of 20 channels of 144
+# pixels fill .35 of a tile. One kernel takes 19.7 us for 64 x 32 of them, two take 25 (H200, 2026-11-29).
+LEAST_FILLED = 0.3
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
 MOST_WARPS = 16
 KEPT = 8  # placements of a nest, best first
@@ -50,16 +56,17 @@ DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
-def refuses(a: Analysis) -> str | None:
-    """Return why no tile runs a nest, or None if one does."""
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
+    """Return why no tile runs a nest on a device, or None if one does."""
     loops = a.loops
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
     if a.products is not None:
         return None  # in a loop
-    if _least(loops) > LARGEST_TILE:
-        return f"a tile of {_least(loops)} elements is too large ({LARGEST_TILE})"
+    if (least := min(_least(loops, group) for group in _groups(loops))) > LARGEST_TILE:
+        if next(_legal(loops, parts(loops, _by_stride(loops), device, NO_HINTS)), None) is None:
+            return f"a tile of {least} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
     if (load := next(overlapping, None)) is not None:
         return f"a tile would hold elements of {load.buffer} several times"
@@ -72,7 +79,7 @@ def placements(
     a: Analysis, roofline: Roofline, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
-    if refuses(a) is not None:
+    if refuses(a, roofline.device) is not None:
         return ()
     loops = a.loops
     itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
@@ -84,8 +91,9 @@ def placements(
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
             legal.sort(key=lambda p: roofline.us(roofline.run(p)))
         return with_exact_products(loops, tuple(legal), dtypes)
-    legal = [p for p in dict.fromkeys(candidates(loops, hints)) if refusal(loops, p) is None]
-    runs = {p: roofline.run(p) for p in legal}
+    if in_parts := tuple(_legal(loops, parts(loops, _by_stride(loops), roofline.device, hints))):
+        return in_parts[:KEPT]
+    runs = {p: roofline.run(p) for p in _legal(loops, candidates(loops, hints))}
     crowded = {p: max(0.0, run.registers - MOST) for p, run in runs.items()}
     times = dict[tuple[Directive, ...], float]()  # of a tile with the best number of elements a thread
     for p, run in runs.items():
@@ -94,9 +102,27 @@ def placements(
     return with_exact_products(loops, tuple(first), dtypes)
 
 
-def _least(loops: LoopNest) -> int:
-    """Return the elements of the smallest tile."""
-    return prod(padded(hint(axis.size)) for axis in loops.axes if axis.group == INNER)
+def _legal(loops: LoopNest, placements: Iterable[Placement]) -> Iterator[Placement]:
+    """Yield the placements that can run a nest."""
+    return (placement for placement in dict.fromkeys(placements) if refusal(loops, placement) is None)
+
+
+def _groups(loops: LoopNest) -> list[frozenset[int]]:
+    """Return sets of axes that a tile may hold. The last set has all that are reduced. Another one lacks axes
+    over which programs may share what is stored, unless the others would fill little of a tile."""
+    inner, order = axes_in(loops.axes, (INNER,)), _by_stride(loops)
+    group = group_of(loops, order)
+    if not group or group == inner:
+        return [inner]
+    if prod(hint(loops.axes[k].size) for k in group) < LEAST_FILLED * _least(loops, group):
+        return [inner]
+    ones = {k: 1 for k in order if k not in group}
+    return [inner] if refusal(loops, _placement(loops, order, ones, 1)) else [group, inner]
+
+
+def _least(loops: LoopNest, group: Set[int]) -> int:
+    """Return the elements of the smallest tile that holds some axes."""
+    return prod(padded(hint(loops.axes[k].size)) for k in group)
 
 
 def _overlaps(loops: LoopNest, index: Index) -> bool:
@@ -127,7 +153,7 @@ def _shared_axis(loops: LoopNest) -> int | None:
 
 def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placement]:
     """Yield placements whose programs have all elements of an axis that share an operand."""
-    size, least = hint(loops.axes[shared].size), _least(loops)
+    size, least = hint(loops.axes[shared].size), _least(loops, axes_in(loops.axes, (INNER,)))
     ones = {k: 1 for k, axis in enumerate(loops.axes) if axis.group != INNER}
     lanes = _placement(loops, [shared, *(k for k in order if k != shared)], ones | {shared: padded(size)}, 1)
     where = PlacedAxes.of(loops, lanes)
@@ -149,21 +175,25 @@ def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placeme
 def candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Iterator[Placement]:
     """Yield placements of a nest that may be fast, without a check that they can run it."""
     order = _by_stride(loops)
-    kept = [k for k in order if loops.axes[k].group != INNER]
-    least = _least(loops)
-    is_kept = bool(order) and loops.axes[order[-1]].group != INNER  # where neighbours in memory lie
+    inner = axes_in(loops.axes, (INNER,))
     shared = _shared_axis(loops)
     if shared is not None:
         yield from _sharing(loops, order, shared)
-    for elements in TILES:
-        room = max(1, min(max(elements, least * (16 if is_kept else 1)), LARGEST_TILE) // least)
-        lanes = dict[int, int]()  # of kept axes, from the innermost one
-        for k in reversed(kept):
-            lanes[k] = min(room, padded(hint(loops.axes[k].size, hints)))
-            room //= lanes[k]
-        for each in ELEMENTS:
-            warps = min(MOST_WARPS, max(1, least * prod(lanes.values()) // (32 * each)))
-            yield _placement(loops, order, lanes, warps)
+    for group in _groups(loops):
+        least = _least(loops, group)
+        if least > LARGEST_TILE:
+            continue
+        kept = [k for k in order if k not in group]
+        is_kept = bool(order) and order[-1] not in group  # where neighbours in memory lie
+        for elements in TILES:
+            room = max(1, min(max(elements, least * (16 if is_kept else 1)), LARGEST_TILE) // least)
+            lanes = dict[int, int]()  # of kept axes, from the innermost one
+            for k in reversed(kept):
+                lanes[k] = min(room, padded(hint(loops.axes[k].size, hints)))
+                room //= lanes[k]
+            for each in ELEMENTS if group == inner else SHARED_ELEMENTS:
+                warps = min(MOST_WARPS, max(1, least * prod(lanes.values()) // (32 * each)))
+                yield _placement(loops, order, lanes, warps)
 
 
 def _placement(loops: LoopNest, order: list[int], lanes: Mapping[int, int], warps: int) -> Placement:
@@ -171,7 +201,7 @@ def _placement(loops: LoopNest, order: list[int], lanes: Mapping[int, int], warp
     tile: list[Split | At] = []
     for k in order:
         axis = loops.axes[k]
-        if axis.group == INNER:
+        if k not in lanes:
             tile.append(At(axis.name, Place.LANES))
         elif lanes[k] == 1:
             grid.append(At(axis.name, Place.GRID))

@@ -13,6 +13,7 @@ from fusion_compiler.ir.loops import Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.boxes import box_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import On, Place, Placement, Stage
+from fusion_compiler.schedule.shared_reductions import sharing_of
 from fusion_compiler.schedule.tile_products import product_of
 
 MOST_COPIES = 256  # of one statement, that unrolled axes make
@@ -46,6 +47,9 @@ def refusal(
             numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
             if not any(product_of(loops, n, where) for n in numbers):
                 return f"{directive}: {directive.reduction} is no sum of products of two tiles"
+    sharing = sharing_of(loops, placement)
+    if sharing is not None and sharing.refusal is not None:
+        return sharing.refusal
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     of_each = placement.combined(Stage.EACH)
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce

@@ -34,13 +34,13 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
-    largest_aligned_block,
     operands_of,
     right_neighbours,
 )
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import Products
 
+MUL = torch.ops.aten.mul.Tensor
 LOGICAL_AND = torch.ops.aten.logical_and.default
 # Integer operations on bytes are almost free: they vanish if the bytes become floats (`codegen/bits.py`).
 BYTES = (torch.int8, torch.uint8)
@@ -55,7 +55,6 @@ BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {ROWS: 1, COLS: 2, RAGGED: 0}
 IN_TILES = {COLS: 0, INNER: 2, RAGGED: 0}  # of nests with inner axes, which count as columns
 SECTOR = 32  # bytes: the granularity of device-memory traffic
-PIECE = 4096  # at most so many columns of a row make one partial result
 SCAN_OPERATIONS = 8  # per element, for the scan within its thread and between threads
 SCAN_SPECIAL = 3  # exponentials per element of a logsumexp scan
 # arithmetic operations of a float64 function, which is a polynomial because no unit computes it
@@ -114,8 +113,6 @@ class Work:
         self.values: list[tuple[int, int, int]] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
-        self.partials = 0  # partial results of segment sums, which a second kernel adds up
-        self.totals = self.addends = 0  # sums that it computes, and the most partial results of one sum
         self.sums_of_columns = 0  # reductions over rows with one result per column
         self.phases = 0  # the longest chain of reductions
         self.row_bytes = 4  # bytes of the widest element
@@ -240,8 +237,6 @@ class Work:
         if RAGGED in groups:
             axes, needs, phase = self._together(operands_of(node))
             return axes & ~self.ragged, needs, phase
-        if number in self.a.segmented:
-            return self._reduce_segments(operand, self.a.kept(number))
         reduced = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= reduced
         axes, needs, phase = self.values[operand]
@@ -250,14 +245,23 @@ class Work:
         if INNER in groups:
             axes &= ~sum(1 << axis for axis in node.axes)
             self.early |= needs
-            self.phases = max(self.phases, phase + 1)
-            return axes, 0, phase + 1
+            phase += not self._is_nested(node)
+            self.phases = max(self.phases, phase)
+            return axes, 0, phase
         axes &= ~sum(1 << axis for axis in node.axes)
         if reduced & 2:
             phase += 1
             self.early |= needs
             self.phases = max(self.phases, phase)
         return axes, 0, phase
+
+    def _is_nested(self, node: Reduce) -> bool:
+        """True if a sum adds up sums, perhaps times a factor, and so waits for no memory (see
+        `algebra.nested_sums`)."""
+        inner = self.loops.nodes[node.operand]
+        operands = operands_of(inner) if isinstance(inner, Compute) and inner.target is MUL else ()
+        sums = [n for n in map(self.loops.nodes.__getitem__, operands) if isinstance(n, Reduce)] or [inner]
+        return node.combine == "sum" and any(isinstance(n, Reduce) and n.combine == "sum" for n in sums)
 
     def _scan(self, node: Scan) -> tuple[int, int, int]:
         """Count a scan: it adds a phase, as a reduction does, and varies over the columns."""
@@ -274,23 +278,6 @@ class Work:
             self.special += SCAN_SPECIAL * self.elements(axes)
         self.phases = max(self.phases, phase + 1)
         return axes, needs, phase
-
-    def _reduce_segments(self, operand: int, numbers: frozenset[int]) -> tuple[int, int, int]:
-        """Count a reduction with a partial result for each piece of a row. The tile does not hold the total.
-        numbers: the kept axes."""
-        self.fp32 += self.count[3]
-        kept = [(self.sizes[k], self.group_of[k]) for k in numbers]
-        segment = self.count[2] // max(1, prod(size for size, group in kept if group == 2))
-        keeps_rows_only = all(group == 1 for _, group in kept)
-        piece = min(PIECE, segment if keeps_rows_only else largest_aligned_block(segment))
-        partials, totals = self.count[1] * -(-self.count[2] // max(1, piece)), prod(size for size, _ in kept)
-        self.partials += partials
-        self.totals = max(self.totals, totals)
-        self.addends = max(self.addends, partials // max(1, totals))
-        _, needs, phase = self.values[operand]
-        if phase:
-            self.late |= needs
-        return 0, 0, phase
 
     def _together(self, operands: Iterable[int]) -> tuple[int, int, int]:
         """Return (axis bits, needs, phase) of a value computed from some nodes."""

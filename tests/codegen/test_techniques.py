@@ -217,7 +217,7 @@ EXAMPLES = {
     "Sums made together": Example(
         layer_norm_with_weights, "bfloat16 [8192, 4096], bfloat16 [4096], bfloat16 [4096]", gradients=True
     ),
-    "Partial reductions of segments": Example(
+    "Sums over different axes": Example(
         group_norm, "bfloat16 [32, 512, 32, 32], bfloat16 [512], bfloat16 [512]", gradients=True
     ),
     "The last program": Example(mean_of_maxima, "bfloat16 [2048, 4096]"),

@@ -18,7 +18,7 @@ from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, Reduce, is_only_stored_in_place, kept_axes
+from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
 from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.ir.writes import bases, waits
@@ -195,12 +195,7 @@ class Candidates:
             with contextlib.suppress(Illegal):
                 return self.form(ops, outputs, None, in_tile=True)
         try:
-            loops, cost = self.fastest(ops, outputs, splits, in_tile=False)
-            if any(isinstance(n, Reduce) and kept_axes(loops.axes, n) for n in loops.nodes):
-                with contextlib.suppress(Illegal):  # a tile has no partial results to add up
-                    tile = self.form(ops, outputs, None, in_tile=True)
-                    return min((loops, cost), tile, key=lambda form: form[1].us)
-            return loops, cost
+            return self.fastest(ops, outputs, splits, in_tile=False)
         except Illegal as error:  # they do not fit into rows, each made by itself
             for cut in cuts_of(self.dag, ops, MOST_ROWS_CUT):
                 with contextlib.suppress(Illegal):

@@ -28,9 +28,8 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
     axes_of,
-    largest_aligned_block,
+    kept_axes,
     operands_of,
-    segment_of,
     store_operands,
     with_operands,
 )
@@ -44,7 +43,6 @@ aten = torch.ops.aten
 MOST_OPS = 96
 MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
 MOST_BUFFERS = 24
-LEAST_PIECE = 16  # columns of a partial sum: what is stored of each is little beside what was read
 
 Law = Callable[[Analysis, DeviceSpec], str | None]
 
@@ -107,53 +105,26 @@ def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def segments(a: Analysis, device: DeviceSpec) -> str | None:
-    """A reduction that keeps some rows' axes and the outer columns' leaves a partial result for each piece of
-    each row, of sizes known to the code; only stores may follow it."""
-    loops, groups, partial = a.loops, a.groups, frozenset(a.segmented)
-    if not partial:
-        return None
-    behind: list[frozenset[int]] = []  # reductions that a value is made of
-    for i, node in enumerate(loops.nodes):
-        before = frozenset[int]().union(*(behind[o] for o in operands_of(node)))
-        waits = [n for n in before if n in partial]
-        if waits and (isinstance(node, Reduce) or groups[i] or len({a.kept(n) for n in before}) > 1):
-            return f"{loops.names[i]} needs {loops.names[waits[0]]}, of which each row has only a part"
-        behind.append(frozenset({i}) if isinstance(node, Reduce) else before)
-        if i in partial and (reason := _no_pieces(a, i)) is not None:
-            return reason
-        if isinstance(node, Scan) or i in a.invariants:
-            return f"{loops.names[i]} stands beside {loops.names[min(partial)]}, a sum of parts of rows"
-    for store in loops.stores:
-        kept = frozenset[int]().union(*(a.kept(n) for n in behind[store.value] & partial))
-        if kept and (store.within is not None or kept != frozenset(k for k, _ in store.index.terms)):
-            return f"{store.buffer} has other elements than the sums that it is made of"
-    return None
-
-
-def _no_pieces(a: Analysis, number: int) -> str | None:
-    loops, name, kept = a.loops, a.loops.names[number], a.kept(number)
-    if not all(isinstance(axis.size, int) and axis.size > 0 for axis in loops.axes):
-        return f"{name} keeps a part of axes that may be empty"
-    cols = [k for k, axis in enumerate(loops.axes) if axis.group == COLS]
-    if any(k in kept and k - 1 in cols and k - 1 not in kept for k in cols):
-        return f"{name} keeps columns inside of those that it reduces"
-    segment = segment_of(loops, kept)
-    if segment is not None and largest_aligned_block(segment) < LEAST_PIECE:
-        return f"{name} reduces segments of {segment} columns, which do not divide into blocks"
+def groups(a: Analysis, device: DeviceSpec) -> str | None:
+    """A reduction of a nest of rows and columns is over all rows, all columns, or both. In nests with inner
+    axes, each reduction may be over any of these."""
+    for i in a.reductions:
+        node = a.loops.nodes[i]
+        if isinstance(node, Reduce) and kept_axes(a.loops.axes, node):
+            return f"{a.loops.names[i]} reduces a part of the axes that others reduce"
     return None
 
 
 def known_places(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why the place of a store is not known when its value is stored. A place may wait for no
-    reduction, and the value of such a store for none over segments of rows."""
+    reduction."""
     loops = a.loops
     waits: list[bool] = []
     for node in loops.nodes:
         waits.append(isinstance(node, Reduce | Scan) or any(waits[o] for o in operands_of(node)))
     for store in loops.stores:
         _, *place = store_operands(store)
-        if place and (store.value in a.after_segments or any(waits[o] for o in place)):
+        if any(waits[o] for o in place):
             return f"{store.buffer} is written where a reduction says"
     return None
 
@@ -253,7 +224,7 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("grid", grid_wide),
     ("in place", known_places),
     ("grid", product_rows),
-    ("segments", segments),
+    ("groups", groups),
     ("fill", fills),
     ("registers", schedule),
 )

@@ -1,10 +1,11 @@
-"""Algebraic simplification of loop nests: closed forms of sums over known positions, and common factors of
-sums."""
+"""Algebraic simplification of loop nests: closed forms of sums over known positions, common factors of sums,
+and sums of which several sums are made."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -166,6 +167,89 @@ def factored_sums(loops: LoopNest) -> LoopNest:
                 continue
         new.keep(i)
     return new.done() if changed else loops
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """A sum as a sum over `rest` of an inner sum times some factors.
+
+    operand, axes: those of the inner sum. rest: the axes over which the outer sum goes; none if it is the
+    inner one. factors: nodes that do not vary over the axes of the inner sum.
+    """
+
+    operand: int
+    axes: frozenset[int]
+    rest: frozenset[int]
+    factors: tuple[int, ...]
+
+
+def nested_sums(loops: LoopNest) -> LoopNest:
+    """Rewrite sum_cs w_c x_cs, sum_ns x_ns -> t = sum_s x_s; sum_c w_c t_c, sum_n t_n if axes are inner ones.
+
+    A tile is then reduced once for both sums. A factor such as w leaves the sum, because it does not vary
+    over s.
+    """
+    nested = _nested(loops) if any(axis.group == INNER for axis in loops.axes) else {}
+    if not nested:
+        return loops
+    new, inner = _Rebuilt(loops), dict[tuple[int, frozenset[int]], int]()
+
+    def add(number: int) -> None:
+        """Add a node behind the nodes that it reads, which may come later in the old nest."""
+        if number in new.numbers:
+            return
+        node, of = loops.nodes[number], nested.get(number)
+        for operand in operands_of(node) if of is None else (of.operand, *of.factors):
+            add(operand)
+        if of is None or not isinstance(node, Reduce):
+            new.keep(number)
+            return
+        key, name = (of.operand, of.axes), loops.names[number]
+        if key not in inner:
+            inner[key] = new.add(replace(node, operand=new.numbers[of.operand], axes=of.axes), name)
+        value = inner[key]
+        for factor in of.factors:
+            operands = (("self", Value(value)), ("other", Value(new.numbers[factor])))
+            value = new.add(Compute(aten.mul.Tensor, operands, node.dtype), name)
+        if of.rest:
+            value = new.add(replace(node, operand=value, axes=of.rest), name)
+        new.numbers[number] = value
+
+    for number in range(len(loops.nodes)):
+        add(number)
+    return new.done()
+
+
+def _nested(loops: LoopNest) -> dict[int, _Nested]:
+    """Return the sums that share an inner sum with a sum over other axes."""
+    sums = [n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce) and node.combine == "sum"]
+    varies, nested = axes_of(loops.nodes), dict[int, _Nested]()
+    factors = {n: _all_factors(loops, operands_of(loops.nodes[n])[0]) for n in sums}
+    for n in sums:
+        for other in sums:
+            one, two = loops.nodes[n], loops.nodes[other]
+            assert isinstance(one, Reduce) and isinstance(two, Reduce)
+            shared, left = _reduced(loops, one) & _reduced(loops, two), factors[n] - factors[other]
+            if not shared or _reduced(loops, one) == _reduced(loops, two) or one.dtype != two.dtype:
+                continue
+            constant = all(varies[f].isdisjoint(shared) for f in left)
+            if not constant or factors[other] - factors[n] or not one.dtype.is_floating_point:
+                continue
+            if n in _ancestors(loops, two.operand) or any(
+                m in nested and nested[m].axes != shared for m in (n, other)
+            ):
+                continue
+            nested[other] = _Nested(two.operand, shared, two.axes - shared, ())
+            nested[n] = _Nested(two.operand, shared, one.axes - shared, tuple(left.elements()))
+            break
+    return nested
+
+
+def _all_factors(loops: LoopNest, number: int) -> Counter[int]:
+    """Return {factor: power} of a product. Any other node is its own only factor."""
+    number = _origin(loops, number)
+    factors = _factors(loops, number)
+    return sum((_all_factors(loops, n) for n in factors), Counter[int]()) if factors else Counter((number,))
 
 
 def _reduced(loops: LoopNest, node: Reduce) -> frozenset[int]:

@@ -36,7 +36,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.passes.lower.algebra import factored_sums, one_hot_sums
+from fusion_compiler.passes.lower.algebra import factored_sums, nested_sums, one_hot_sums
 
 NAMES = {ROWS: "row", COLS: "col", INNER: "inner", RAGGED: "turn"}
 ORDER = (*GROUPS, INNER, RAGGED)
@@ -48,7 +48,7 @@ def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     """Apply algebra, remove dead code, and assign groups, order, merge and name axes, in that order.
     by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back."""
     loops = remove_dead(one_hot_sums(loops))
-    loops = remove_dead(factored_sums(contiguous_cols(loops, by_memory)))
+    loops = remove_dead(nested_sums(factored_sums(contiguous_cols(loops, by_memory))))
     loops, crossing = split_orders(loops)
     loops = order_axes(loops, crossing)
     return name_axes(long_rows(coalesce(loops)))

@@ -8,9 +8,9 @@ import torch
 
 from fusion_compiler.ir import depthwise, layout
 from fusion_compiler.ir.dag import Op, OpDag
-from fusion_compiler.ir.dims import Dim, numel, product, simple, strides_of
+from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
-from fusion_compiler.ir.loops import COLS, LARGEST_TILE, ROWS, Index
+from fusion_compiler.ir.loops import COLS, ROWS, Index
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.passes.lower.index_splits import IndexSplit
@@ -200,7 +200,7 @@ def anchor_space(
 
 def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
     """Return the space of the largest tensor that is reduced, whose reductions may be over any of its axes:
-    a tile holds all axes that some of them reduce.
+    a tile holds the axes that some of them reduce, or a part of these.
 
     Raises Illegal where all reduce the same and none is a product of several rows, or scans are beside them.
     """
@@ -211,10 +211,6 @@ def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
         raise Illegal("space", "a product of one or two rows, or of several matrices, is made row by row")
     if (len(alike) < 2 and not products) or any(dag.op(n).kind is Kind.SCAN for n in ops):
         raise Illegal("space", "only reductions over different axes need a tile that holds all of these")
-    for terms in (product(r.shape[d] for d in r.dims) for r in reductions):
-        fits = isinstance(terms, int) and terms <= LARGEST_TILE
-        if not fits and not products:  # a loop goes over the terms of a product
-            raise Illegal("size", f"a tile of {terms} elements is too large ({LARGEST_TILE})")
     largest = max(reductions, key=lambda r: numel(r.shape))
     dims = [d for _, d in alike]
     innermost = next((d for d, s in enumerate(largest.stride) if s == 1 and largest.shape[d] != 1), None)

@@ -1,0 +1,139 @@
+"""Placements of nests whose reductions are over different axes and of which a tile holds only a part.
+
+    t = sum(x, {s});  db = sum(t, {n});  v = sum(w * t, {c});  y = x - v
+    place(n, GRID); place(g, GRID); place(c, SHARED); split(s, 8192); place(s.o, SHARED); place(s.i, LANES)
+
+Axes that nothing but stored results is reduced over (n) lie in GRID, because a second stage adds up what the
+programs have. The other reduced axes are a group (c, s), of which a program has one part of neighbours in
+memory. Programs that share a group exchange its sums; where there are too many parts, each program also goes
+through its part in a loop. A group that fits in the registers of one program is in one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product, takewhile
+from math import ceil, prod
+
+import sympy
+
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.loops import INNER, LARGEST_TILE, LoopNest, Reduce, axes_in
+from fusion_compiler.schedule.placement import At, Directive, Place, Placement, Split
+from fusion_compiler.schedule.row_widths import ALONE, MOST_PARTS
+from fusion_compiler.schedule.shapes import padded, warps_of
+from fusion_compiler.schedule.shared_reductions import late_axes, uses_of
+
+# Elements of a program, of a block, and warps, by the largest group for which they are used, best first. A
+# fourth number limits the registers of a thread; no elements of a program mean that it has a group alone.
+# These shapes were measured for rows of several tensors that are stored (`measured.csv`, looped).
+SHAPES: tuple[tuple[float, tuple[tuple[int, ...], ...]], ...] = (
+    (65535, ((4096, 4096, 4), (8192, 8192, 8), (4096, 4096, 4, 64), (4096, 4096, 8), (0, 8192, 16))),
+    (131072, ((8192, 8192, 8), (4096, 4096, 4), (8192, 8192, 8, 64), (4096, 4096, 8), (0, 8192, 16))),
+    (524288, ((8192, 8192, 8, 64), (8192, 8192, 8), (8192, 8192, 16), (16384, 4096, 16), (0, 8192, 16))),
+    (float("inf"), (
+        (16384, 8192, 8), (16384, 4096, 16), (16384, 8192, 16),
+        (32768, 8192, 16), (0, 8192, 16),
+    )),
+)  # fmt: skip
+LEAST_NEIGHBOURS = 16  # elements: a sector of 32 bytes
+LEAST_TERMS = 16  # of a part of a sum: what is stored of each is little beside what was read
+ENOUGH_FILLED = 18  # twentieths of a tile that axes should fill: fewer lanes behind their ends gain nothing
+LEAST_RUN = 64  # neighbours in memory along the innermost axis of a tile
+
+
+def group_of(loops: LoopNest, order: Sequence[int]) -> frozenset[int] | None:
+    """Return the reduced axes that have to lie in the programs of one group; None if programs that have parts
+    of these cannot make the reductions, would store almost as much as they load, or would load few
+    neighbours in memory. order: the axes from the outermost one in memory to the innermost one."""
+    inner = axes_in(loops.axes, (INNER,))
+    group = inner - late_axes(loops, inner)
+    together = takewhile(lambda k: k in group, reversed(order))
+    if prod(hint(loops.axes[k].size) for k in together) < LEAST_NEIGHBOURS:
+        return None
+    covered = dict[int, frozenset[int]]()  # by reduction, its axes and those of the inner sums that it reads
+    for n, use in uses_of(loops).items():
+        node = loops.nodes[n]
+        assert isinstance(node, Reduce)
+        axes = node.axes | covered.get(n, frozenset())
+        covered |= {reader: axes | covered.get(reader, frozenset()) for reader in use.readers}
+        if use.needs_all is not None and not axes >= group:
+            return None
+        in_tile = prod(hint(loops.axes[k].size) for k in axes & group)
+        if use.needs_all is None and use.stored and in_tile < LEAST_TERMS and axes - group:
+            return None
+    return group
+
+
+def parts(
+    loops: LoopNest, order: Sequence[int], device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+) -> Iterator[Placement]:
+    """Yield placements whose programs have a part of a group each, best first. order: the axes from the
+    outermost one in memory to the innermost one."""
+    group = group_of(loops, order)
+    if not group:
+        return
+    inside = [k for k in order if k in group]
+    sizes = {k: hint(loops.axes[k].size, hints) for k in inside}
+    count = prod(sizes.values())
+    around: list[Directive] = [At(loops.axes[k].name, Place.GRID) for k in order if k not in group]
+    all_fits = prod(padded(size) for size in sizes.values()) <= LARGEST_TILE
+    if count <= ALONE or (all_fits and group == axes_in(loops.axes, (INNER,))):
+        return
+    most_parts = min(MOST_PARTS, device.sms)
+    for part, block, warps, *registers in next(shapes for most, shapes in SHAPES if count <= most):
+        tile = _tile(inside, sizes, block)
+        blocks = {k: ceil(sizes[k] / tile[k]) for k in inside}
+        least = ceil(prod(blocks.values()) / most_parts) if part else prod(blocks.values())
+        turns = _turns(inside, blocks, max(part // block, least))
+        shared = {k: ceil(blocks[k] / turns[k]) for k in inside}
+        if prod(shared.values()) > most_parts:
+            continue
+        splits = list[Directive]()
+        places: dict[Place, list[Directive]] = {Place.SHARED: [], Place.LOOP: [], Place.LANES: []}
+        for k in inside:
+            name, in_program = loops.axes[k].name, turns[k] * tile[k]
+            if shared[k] > 1 and in_program > 1:
+                splits.append(Split(name, in_program))
+                places[Place.SHARED].append(At(f"{name}.o", Place.SHARED))
+                name = f"{name}.i"
+            elif shared[k] > 1:
+                places[Place.SHARED].append(At(name, Place.SHARED))
+                continue
+            if turns[k] > 1 and tile[k] > 1:
+                splits.append(Split(name, tile[k]))
+                places[Place.LOOP].append(At(f"{name}.o", Place.LOOP))
+                name = f"{name}.i"
+            is_loop = turns[k] > 1 and tile[k] == 1
+            place = Place.LOOP if is_loop else Place.LANES
+            places[place].append(At(name, place))
+        directives = (*splits, *around, *(d for of_place in places.values() for d in of_place))
+        warps = max(1, warps_of(warps, device) * prod(tile.values()) // block)
+        is_filled = all(sizes[k] % (turns[k] * tile[k]) == 0 for k in inside)
+        if is_filled or not registers:  # masks need registers as well
+            yield Placement(directives, warps, registers=registers[0] if registers else None)
+
+
+def _tile(inside: Sequence[int], sizes: Mapping[int, int], room: int) -> dict[int, int]:
+    """Return the lanes of each axis in a tile of `room` elements, or of a half or a quarter of these where
+    fewer lanes then lie behind the ends of axes. Neighbours in memory are in one tile."""
+    powers = [[1 << i for i in range(padded(min(size, room)).bit_length())] for size in sizes.values()]
+    tiles = (tile for tile in product(*powers) if room // 4 <= prod(tile) <= room)
+    least = min(LEAST_RUN, sizes[inside[-1]])
+
+    def rank(tile: Sequence[int]) -> tuple[bool, int, int, int]:
+        pairs = zip(sizes.values(), tile, strict=True)
+        filled = prod(size / (ceil(size / lanes) * lanes) for size, lanes in pairs)
+        return tile[-1] >= least, min(ENOUGH_FILLED, int(filled * 20)), prod(tile), tile[-1]
+
+    return dict(zip(sizes, max(tiles, key=rank), strict=True))
+
+
+def _turns(inside: Sequence[int], blocks: Mapping[int, int], least: int) -> dict[int, int]:
+    """Return the turns of a program's loop over each axis, which are `least` or more together."""
+    turns = dict.fromkeys(inside, 1)
+    for k in reversed(inside):
+        turns[k] = ceil(blocks[k] / ceil(blocks[k] / min(blocks[k], least)))
+        least = ceil(least / turns[k])
+    return turns
