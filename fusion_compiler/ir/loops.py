@@ -36,7 +36,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dims import Dim, quotient, strides_of
+from fusion_compiler.ir.dims import Dim, quotient
 
 ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
@@ -411,13 +411,6 @@ def symbols_of(nests: Iterable[LoopNest], tensors: Iterable[Sequence[Dim]]) -> t
         resized(loops, lambda dim: dims.append(dim) or dim)
     symbols = {s for dim in dims if not isinstance(dim, int) for s in dim.free_symbols}
     return tuple(sorted(symbols, key=lambda s: s.name))  # type: ignore[arg-type,union-attr]
-
-
-def row_major(axes: Sequence[Axis], first: int) -> tuple[tuple[int, Dim], ...]:
-    """Return the terms of the row-major element number over consecutive axes; `first` is the number of the
-    first."""
-    steps = strides_of(tuple(a.size for a in axes))
-    return tuple((first + i, step) for i, step in enumerate(steps))
 
 
 def renumber(node: Node, numbers: Mapping[int, int], axes: Mapping[int, int] | None = None) -> Node:
