@@ -29,6 +29,7 @@ ANY = 1 << 60  # columns: the row applies to any width
 # How many numbers a shape of each kind has.
 KINDS = {
     "pointwise": (3,), "persistent": (4,), "cooperative": (5,), "inner_reduction": (3, 4), "looped": (3, 4),
+    "tile_parts": (3, 4),
 }  # fmt: skip
 LONG = 16  # instructions
 CROWDED = 128  # registers of a thread for tiles beyond which more threads are faster
@@ -215,10 +216,11 @@ TABLE = read((files("fusion_compiler.schedule") / "measured.csv").read_text(enco
 TARGETS = tuple(dict.fromkeys(row.target for row in TABLE))
 
 
-def shapes(kind: str, a: Analysis, target: str) -> tuple[Shape, ...]:
+def shapes(kind: str, a: Analysis, target: str, width: int | None = None) -> tuple[Shape, ...]:
     """Return the measured shapes of a kind of schedule for a loop nest, best first. If nothing was measured
-    on the target, they are those of the first target of the table."""
-    width = hint(a.size(COLS))
+    on the target, they are those of the first target of the table. width: the elements that take the place of
+    the nest's columns."""
+    width = hint(a.size(COLS)) if width is None else width
     source = target if target in TARGETS else TARGETS[0]
     rows = (row for row in TABLE if row.kind == kind and row.target == source and width <= row.widest)
     row_at: dict[int | None, Measured] = {}

@@ -7,6 +7,9 @@ Axes that nothing but stored results is reduced over (n) lie in GRID, because a 
 programs have. The other reduced axes are a group (c, s), of which a program has one part of neighbours in
 memory. Programs that share a group exchange its sums; where there are too many parts, each program also goes
 through its part in a loop. A group that fits in the registers of one program is in one tile.
+
+A shape is (elements of a program, elements of a block, warps), optionally followed by the registers of a
+thread. Zero elements of a program mean that it has a group alone.
 """
 
 from __future__ import annotations
@@ -20,23 +23,13 @@ import sympy
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import INNER, LARGEST_TILE, LoopNest, Reduce, axes_in
+from fusion_compiler.schedule import measured as table
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import At, Directive, Place, Placement, Split
 from fusion_compiler.schedule.row_widths import ALONE, MOST_PARTS
 from fusion_compiler.schedule.shapes import padded, warps_of
 from fusion_compiler.schedule.shared_reductions import late_axes, uses_of
 
-# Elements of a program, of a block, and warps, by the largest group for which they are used, best first. A
-# fourth number limits the registers of a thread; no elements of a program mean that it has a group alone.
-# These shapes were measured for rows of several tensors that are stored (`measured.csv`, looped).
-SHAPES: tuple[tuple[float, tuple[tuple[int, ...], ...]], ...] = (
-    (65535, ((4096, 4096, 4), (8192, 8192, 8), (4096, 4096, 4, 64), (4096, 4096, 8), (0, 8192, 16))),
-    (131072, ((8192, 8192, 8), (4096, 4096, 4), (8192, 8192, 8, 64), (4096, 4096, 8), (0, 8192, 16))),
-    (524288, ((8192, 8192, 8, 64), (8192, 8192, 8), (8192, 8192, 16), (16384, 4096, 16), (0, 8192, 16))),
-    (float("inf"), (
-        (16384, 8192, 8), (16384, 4096, 16), (16384, 8192, 16),
-        (32768, 8192, 16), (0, 8192, 16),
-    )),
-)  # fmt: skip
 LEAST_NEIGHBOURS = 16  # elements: a sector of 32 bytes
 LEAST_TERMS = 16  # of a part of a sum: what is stored of each is little beside what was read
 ENOUGH_FILLED = 18  # twentieths of a tile that axes should fill: fewer lanes behind their ends gain nothing
@@ -67,11 +60,11 @@ def group_of(loops: LoopNest, order: Sequence[int]) -> frozenset[int] | None:
 
 
 def parts(
-    loops: LoopNest, order: Sequence[int], device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+    a: Analysis, order: Sequence[int], device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
 ) -> Iterator[Placement]:
     """Yield placements whose programs have a part of a group each, best first. order: the axes from the
     outermost one in memory to the innermost one."""
-    group = group_of(loops, order)
+    loops, group = a.loops, group_of(a.loops, order)
     if not group:
         return
     inside = [k for k in order if k in group]
@@ -82,7 +75,7 @@ def parts(
     if count <= ALONE or (all_fits and group == axes_in(loops.axes, (INNER,))):
         return
     most_parts = min(MOST_PARTS, device.sms)
-    for part, block, warps, *registers in next(shapes for most, shapes in SHAPES if count <= most):
+    for part, block, warps, *registers in table.shapes("tile_parts", a, device.target, count):
         tile = _tile(inside, sizes, block)
         blocks = {k: ceil(sizes[k] / tile[k]) for k in inside}
         least = ceil(prod(blocks.values()) / most_parts) if part else prod(blocks.values())

@@ -65,7 +65,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     if a.products is not None:
         return None  # in a loop
     if (least := min(_least(loops, group) for group in _groups(loops))) > LARGEST_TILE:
-        if next(_legal(loops, parts(loops, _by_stride(loops), device, NO_HINTS)), None) is None:
+        if next(_legal(loops, parts(a, _by_stride(loops), device, NO_HINTS)), None) is None:
             return f"a tile of {least} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
     if (load := next(overlapping, None)) is not None:
@@ -91,7 +91,7 @@ def placements(
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
             legal.sort(key=lambda p: roofline.us(roofline.run(p)))
         return with_exact_products(loops, tuple(legal), dtypes)
-    if in_parts := tuple(_legal(loops, parts(loops, _by_stride(loops), roofline.device, hints))):
+    if in_parts := tuple(_legal(loops, parts(a, _by_stride(loops), roofline.device, hints))):
         return in_parts[:KEPT]
     runs = {p: roofline.run(p) for p in _legal(loops, candidates(loops, hints))}
     crowded = {p: max(0.0, run.registers - MOST) for p, run in runs.items()}

@@ -276,7 +276,7 @@ def test_values_and_gradients_of_groups_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """shapes: of parts, which would otherwise be those of large groups."""
-    monkeypatch.setattr(tile_parts, "SHAPES", ((float("inf"), shapes),))
+    monkeypatch.setattr(tile_parts.table, "shapes", lambda *_: shapes)
     for module, name in ((tile_parts, "LARGEST_TILE"), (tiles, "LARGEST_TILE"), (tile_parts, "ALONE")):
         monkeypatch.setattr(module, name, 64)
     inputs = (torch.randn(shape).to(dtype), *(torch.randn(shape[1]).to(dtype) for _ in range(2)))
