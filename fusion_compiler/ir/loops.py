@@ -310,9 +310,9 @@ def axes_in(axes: Sequence[Axis], groups: Collection[str]) -> frozenset[int]:
 def reduced_groups(axes: Sequence[Axis], reduce: Reduce) -> frozenset[str]:
     """Return the groups over which tiles are reduced: those of the axes, if these are whole groups.
 
-    A reduction that keeps a part of a group is over both groups. What it keeps is neither a row nor a column
-    of a tile, and its values are only stored. A reduction over inner axes or over a ragged axis is over
-    these, and each element of the tile has its own.
+    A reduction that keeps a part of a group is over both groups; no schedule runs it
+    (`passes.fuse.legality.groups`). A reduction over inner axes or over a ragged axis is over these, and each
+    element of the tile has its own.
     """
     if kept_axes(axes, reduce):
         return TILE

@@ -1,15 +1,15 @@
 """The schedules of a loop nest, for the planner's costs and for code generation.
 
-Each kind of schedules is a module. For a loop nest `a` it has
+Each kind of schedules of rows and columns is a module. For a loop nest `a` it has
 
     suits(a)                 whether the kind supports the nest's reductions,
     refuses(a, device)       the reason why it has no schedule at these sizes, or None,
-    measured(a, device)      schedules known to be fast on the measured device, best first,
+    measured(a, device)      tiles (`row_tiles.RowTile`) known to be fast on the measured device, best first,
     typical(a, device)       a few that show the kind's cost to the planner,
     others(a, device)        other reasonable ones.
 
-At least one kind suits any loop nest. If all of those refuse, there is no kernel, and the reason is the first
-one's.
+At least one kind suits any nest of rows and columns. If all of those refuse, there is no kernel, and the
+reason is the first one's. Nests of other axes have placements from `tiles`, `few_rows` and `windowed`.
 """
 
 from __future__ import annotations
