@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fusion_compiler.codegen import monoids
-from fusion_compiler.codegen.moments import is_exact, scale_of
+from fusion_compiler.codegen.moments import scale_of
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.ir.loops import COLS
+from fusion_compiler.ir.moments import is_exact
 from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.shapes import WORD
@@ -205,7 +206,7 @@ class Moments:
         scaled = e.along(tl.sum, x * scale)
         mean = e.state("block_mean", scaled if mask is None else scaled / (e.count() * scale))
         delta = e.state("off", x - mean if mask is None else tl.where(mask, x - mean, 0.0))
-        if is_exact(e.loops, e.dtypes, self.total, e.lanes[-1].lanes):
+        if is_exact(e.loops, self.total, e.lanes[-1].lanes, e.halves):
             return mean, e.state("block_squares", e.along(tl.sum, delta * delta))
         squares, left = Var("block_squares"), Var("left")
         e.add(Assign((squares, left), fm.sums(delta * delta, delta, e.last, e.keeps)))

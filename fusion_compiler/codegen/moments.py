@@ -10,12 +10,9 @@ correction for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from fusion_compiler.ir.loops import Compute, Dim, Load, LoopNest, operands_of
-from fusion_compiler.schedule.analysis import HALVES, rounding_of
+from fusion_compiler.ir.loops import LoopNest, operands_of
 
 _TO_COPY = torch.ops.aten._to_copy.default
 
@@ -27,25 +24,6 @@ def scale_of(count: int) -> float:
     instruction.
     """
     return 2.0 ** -(count - 1).bit_length()
-
-
-LONGEST = 8192  # float32 represents the sum of so many equal elements with 11 significant bits
-
-
-def is_exact(loops: LoopNest, dtypes: Mapping[str, torch.dtype], total: int, width: Dim) -> bool:
-    """True if adding up `width` equal elements does not round: they have 16 bits, and are not too many.
-    dtypes: those of the buffers.
-
-    Differences from the mean do round, all in the same way between two powers of two, which a correction
-    would add.
-    """
-    (source,) = operands_of(loops.nodes[total])
-    node = loops.nodes[source]
-    while isinstance(node, Compute) and node.target is _TO_COPY and rounding_of(node) is None:
-        (source,) = operands_of(node)
-        node = loops.nodes[source]
-    dtype = str(dtypes[node.buffer]) if isinstance(node, Load) else rounding_of(node)
-    return dtype in HALVES and isinstance(width, int) and width <= LONGEST
 
 
 def operands(loops: LoopNest, number: int) -> tuple[int, int]:

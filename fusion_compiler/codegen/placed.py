@@ -58,6 +58,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Store,
+    operand_of,
     operands_of,
     store_operands,
     with_operands,
@@ -78,7 +79,7 @@ from fusion_compiler.ir.syntax import (
     times,
     tl,
 )
-from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div, operand_of
+from fusion_compiler.schedule.analysis import accumulator_dtype, ceil_div
 from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, Place

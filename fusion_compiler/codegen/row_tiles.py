@@ -29,6 +29,7 @@ from fusion_compiler.ir.loops import (
     axes_in,
     right_neighbours,
 )
+from fusion_compiler.ir.moments import HALVES
 from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, lift, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
@@ -42,6 +43,7 @@ class RowTiles(KeptTiles):
     def __init__(self, nest: PlacedNest) -> None:
         super().__init__(nest)
         self.plain_maxima = self.a.nan_safe_max
+        self.halves = {name for name, dtype in self.dtypes.items() if str(dtype) in HALVES}
         self.means = {mean: total for total, mean in self.a.moments.values()}
         self.scaled: dict[int, float] = {}  # sum -> the number that its terms were multiplied by
         self.columns = axes_in(self.loops.axes, (COLS,))

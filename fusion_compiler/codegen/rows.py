@@ -17,7 +17,7 @@ import torch
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import State, states_of
 from fusion_compiler.codegen.exchange_rows import exchange
-from fusion_compiler.codegen.moments import is_exact, operands, scale_of
+from fusion_compiler.codegen.moments import operands, scale_of
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.second_stages import Split
 from fusion_compiler.codegen.tile import Assign, For, If, Range, Statement
@@ -37,6 +37,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     store_operands,
 )
+from fusion_compiler.ir.moments import is_exact
 from fusion_compiler.ir.syntax import Expression, Items, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import waiting
 from fusion_compiler.schedule.placed_axes import placed
@@ -246,7 +247,7 @@ class RowEmitter(RowTiles):
             join_key = ("rows", self.a.groups[node.operand]) if self.a.is_sum(number) else None
             return self.folded(number, node, term or self.started(number), f"col_{node.combine}", join_key)
         moment, width = self.a.moments.get(number), self.a.size(COLS)
-        if moment is not None and not is_exact(self.loops, self.dtypes, moment[0], width):
+        if moment is not None and not is_exact(self.loops, moment[0], width, self.halves):
             return self.squares(number, node, moment[1])
         term = self.term(number, node)
         if term is None:

@@ -17,10 +17,11 @@ from fusion_compiler.ir.loops import (
     Node,
     Random,
     Value,
+    operand_of,
     operands_of,
     store_operands,
 )
-from fusion_compiler.schedule.analysis import Analysis, operand_of
+from fusion_compiler.schedule.analysis import Analysis
 
 aten = torch.ops.aten
 # Comparison -> (the comparison of words, True if a number equal to the constant is on the lower side).

@@ -241,6 +241,12 @@ def operands_of(node: Node) -> tuple[int, ...]:
     return _OPERANDS[type(node)](node)
 
 
+def operand_of(node: Compute, name: str) -> int | None:
+    """Return the number of the node that is an operand of an expression; None for a literal."""
+    value = dict(node.operands).get(name)
+    return value.node if isinstance(value, Value) else None
+
+
 def _and_within(*operands: int, within: int | None) -> tuple[int, ...]:
     return operands if within is None else (*operands, within)
 

@@ -29,10 +29,10 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Scan,
-    Value,
     axes_in,
     axes_of,
     groups_of,
+    operand_of,
     operands_of,
     reduced_groups,
     renumber,
@@ -42,6 +42,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
+from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.shapes import WORD
 
@@ -49,7 +50,6 @@ aten = torch.ops.aten
 
 
 MOST_FACTORS = 16  # of a product that is taken apart
-HALVES = (str(torch.float16), str(torch.bfloat16))
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
 # Operators whose expressions multiply, by name.
 PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
@@ -410,44 +410,11 @@ class Analysis:
         users.update(o for s in self.loops.stores for o in store_operands(s))
         moments: dict[int, tuple[int, int]] = {}
         for number in self.reductions:
-            pair = self._mean_of_squares(number)
+            is_along = self.reduced_groups(number) == frozenset({COLS})
+            pair = mean_of_squares(self.loops, number) if is_along else None
             if pair is not None and users[pair[0]] == 1 and pair not in moments.values():
                 moments[number] = pair
         return moments
-
-    def _mean_of_squares(self, number: int) -> tuple[int, int] | None:
-        """Return (sum(x), mean) if a reduction is sum((x - mean)^2)."""
-        nodes, width = self.loops.nodes, self.size(COLS)
-        reduce = nodes[number]
-        assert isinstance(reduce, Reduce)
-        square = nodes[reduce.operand]
-        if reduce.combine != "sum" or not isinstance(square, Compute) or not isinstance(width, int):
-            return None
-        operands = dict(square.operands)
-        times_itself = square.target is aten.mul.Tensor and operands["self"] == operands["other"]
-        if not times_itself and (square.target is not aten.pow.Tensor_Scalar or operands["exponent"] != 2):
-            return None
-        off = operand_of(square, "self")
-        minus = nodes[off] if off is not None else None
-        if not isinstance(minus, Compute) or minus.target is not aten.sub.Tensor:
-            return None
-        value, middle = operand_of(minus, "self"), operand_of(minus, "other")
-        mean = nodes[middle] if middle is not None else None
-        if not isinstance(mean, Compute) or dict(minus.operands).get("alpha", 1) != 1:
-            return None
-        total = operand_of(mean, "self")
-        if total is None or nodes[total] != replace(reduce, operand=value):
-            return None
-        assert middle is not None
-        share = self._number(dict(mean.operands).get("other"))
-        divided = mean.target is aten.div.Tensor and share == width
-        scaled = mean.target is aten.mul.Tensor and share == 1 / width
-        return (total, middle) if divided or scaled else None
-
-    def _number(self, operand: object) -> object:
-        """Return the value of an operand that is a constant, and any other operand unchanged."""
-        node = self.loops.nodes[operand.node] if isinstance(operand, Value) else None
-        return node.value if isinstance(node, Constant) else operand
 
     @cached_property
     def level(self) -> tuple[int, ...]:
@@ -596,9 +563,3 @@ def accumulator_dtype(reduce: Reduce) -> torch.dtype:
 def rounding_of(node: Node) -> object:
     """Return the dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
     return dict(node.operands).get("rounding") if isinstance(node, Compute) else None
-
-
-def operand_of(node: Compute, name: str) -> int | None:
-    """Return the number of the node that is an operand of an expression; None for a literal."""
-    value = dict(node.operands).get(name)
-    return value.node if isinstance(value, Value) else None

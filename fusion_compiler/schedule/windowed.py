@@ -34,9 +34,10 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
     axes_of,
+    operand_of,
 )
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.schedule.analysis import MOST_TURNS, Analysis, operand_of
+from fusion_compiler.schedule.analysis import MOST_TURNS, Analysis
 from fusion_compiler.schedule.placement import At, Place, Placement, Split
 from fusion_compiler.schedule.products import is_product
 from fusion_compiler.schedule.run import Run

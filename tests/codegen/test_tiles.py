@@ -248,3 +248,22 @@ def test_a_tile_over_an_input_that_is_overwritten_has_an_element_for_every_threa
     for warps, fills in ((1, True), (8, True), (16, False)):
         text = f"place({batch}, GRID); place({row}, LANES); place({col}, LANES); {warps} warps"
         assert fills_threads(cluster.loops, Placement.parse(text), buffers, device_spec("h200")) is fills
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 12, 12), (2, 4, 128, 128)], ids=["one tile", "parts"])
+@pytest.mark.parametrize(("kind", "most"), [("equal", 5e-6), ("far from zero", 2**-15)])
+def test_means_of_any_axes_are_corrected(shape: tuple[int, ...], kind: str, most: float) -> None:
+    """Elements of a group that are all 1000.1 have just that mean, and no variance. A mean near 1000 is off
+    by at most half a unit in its last place, 2^-15."""
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return F.group_norm(x, 2, w, b), x.sum((0, 2, 3))
+
+    x = torch.full(shape, 1000.1) if kind == "equal" else torch.randn(shape) + 1000
+    w, b = torch.rand(shape[1]), torch.rand(shape[1])
+    compiled = Compiled(fn)
+    y, _ = compiled(x, w, b)
+    (plan,) = compiled.plans
+    assert len(plan.clusters) == 1
+    exact, _ = fn(x.double(), w.double(), b.double())
+    assert (y - exact).abs().max() < most

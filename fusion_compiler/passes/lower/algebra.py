@@ -4,10 +4,13 @@ and sums of which several sums are made."""
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
@@ -31,6 +34,7 @@ from fusion_compiler.ir.loops import (
     renumber_axes,
     renumber_store,
 )
+from fusion_compiler.ir.moments import is_exact, mean_of_squares
 
 aten = torch.ops.aten
 # the product of the remaining factors (None if there are none), and the removed factors
@@ -243,6 +247,52 @@ def _nested(loops: LoopNest) -> dict[int, _Nested]:
             nested[n] = _Nested(two.operand, shared, one.axes - shared, tuple(left.elements()))
             break
     return nested
+
+
+def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
+    """Rewrite off = x - m; s = sum(off^2) -> d = sum(off) / n; m + d, off - d, s - n d^2 for a mean m.
+
+    This is the corrected two-pass algorithm that tiles of rows have (`codegen.moments`), for nests of other
+    axes: a row of equal elements gets exactly that mean. halves: the buffers with elements of 16 bits, of
+    which a sum is exact if all are equal and there are not too many.
+    """
+    pairs = {n: pair for n in range(len(loops.nodes)) if (pair := mean_of_squares(loops, n)) is not None}
+    counts = {n: product(loops.axes[k].size for k in loops.nodes[n].axes) for n in pairs}  # type: ignore
+    means = {n: m for n, (total, m) in pairs.items() if not is_exact(loops, total, counts[n], halves)}
+    if not means:
+        return loops
+    new = _Rebuilt(loops)
+    for number, node in enumerate(loops.nodes):
+        new.keep(number)
+        if number not in means:
+            continue
+        assert isinstance(node, Reduce)
+        mean, name, dtype = means[number], loops.names[number], node.dtype
+        off = operands_of(loops.nodes[node.operand])[0]
+        count = float(hint(counts[number]))
+
+        def computed(
+            target: OpOverload, dtype: torch.dtype = dtype, name: str = name, **operands: int | float
+        ) -> int:
+            """Add a node. operands: numbers of nodes, or literals if they are floats."""
+            values = ((key, Value(o) if isinstance(o, int) else o) for key, o in operands.items())
+            return new.add(Compute(target, tuple(values), dtype), name)
+
+        def finite(value: int, zero: int) -> int:
+            size = computed(aten.abs.default, self=value)
+            is_finite = computed(aten.lt.Scalar, dtype=torch.bool, self=size, other=math.inf)
+            return computed(aten.where.self, condition=is_finite, self=value, other=zero)
+
+        zero = new.add(Constant(0.0, dtype), name)
+        rest = new.add(replace(node, operand=new.numbers[off]), name)
+        shift = finite(computed(aten.div.Tensor, self=rest, other=count), zero)
+        square = computed(aten.mul.Tensor, self=shift, other=shift)
+        excess = finite(computed(aten.mul.Tensor, self=square, other=count), zero)
+        left = computed(aten.sub.Tensor, self=new.numbers[number], other=excess)
+        new.numbers[number] = computed(aten.clamp_min.default, self=left, min=0.0)
+        new.numbers[mean] = computed(aten.add.Tensor, self=new.numbers[mean], other=shift)
+        new.numbers[off] = computed(aten.sub.Tensor, self=new.numbers[off], other=shift)
+    return new.done()
 
 
 def _all_factors(loops: LoopNest, number: int) -> Counter[int]:

@@ -59,11 +59,12 @@ from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.put import put
 from fusion_compiler.ir.writes import meta_of, stored_shape
 from fusion_compiler.passes.lower import scans
+from fusion_compiler.passes.lower.algebra import corrected_means
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
-from fusion_compiler.passes.lower.rounding import Rounder, Rounding, unrounded
+from fusion_compiler.passes.lower.rounding import HALVES, Rounder, Rounding, unrounded
 from fusion_compiler.passes.lower.space import (
     Coords,
     Illegal,
@@ -119,7 +120,8 @@ def lower(
     for _ in range(24):
         attempt = Lowering(dag, ops, outputs, space, rounding)
         try:
-            return attempt.run()
+            loops = attempt.run()
+            return corrected_means(loops, _halves(dag, loops)) if in_tile else loops
         except NeedsSplit as split:
             space = space.split_axis(split.axis, split.inner)
         except NotExpressible as error:
@@ -130,6 +132,12 @@ def lower(
             if effort is not None:
                 effort.spent += len(attempt.memo)
     raise Illegal("layout", "the views of these ops cut the space into too many pieces")
+
+
+def _halves(dag: OpDag, loops: LoopNest) -> frozenset[str]:
+    """Return the buffers that a nest loads and whose elements have 16 bits."""
+    loads = {node.buffer for node in loops.nodes if isinstance(node, Load)}
+    return frozenset(name for name in loads if dag.op(name).outputs[0].dtype in HALVES)
 
 
 def _with_rows(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space) -> Space:
