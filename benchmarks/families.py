@@ -244,7 +244,22 @@ def many_short_rows(columns: int) -> tuple[Case, ...]:
 
 IMAGE, QUICK_IMAGE = ("x", "weight", "bias"), {"batch": 2, "channels": 64, "side": 8}
 
+# (samples, channels, side) of groups in parts, in one tile, and of which little of a tile is filled.
+GROUPS = (
+    (4, 320, 100), (2, 64, 1024), (1, 128, 512), (2, 512, 256), (32, 320, 64), (32, 320, 14), (16, 320, 40),
+    (16, 1280, 12), (64, 640, 12), (16, 640, 24),
+)  # fmt: skip
+
+
+def groups(batch: int, channels: int, side: int) -> Case:
+    return Case(
+        f"GroupNorm + SiLU, {batch} x {channels} x {side} x {side}", group_norm_silu, make_image,
+        {"batch": batch, "channels": channels, "side": side}, QUICK_IMAGE, IMAGE, IMAGE, family=ODD_NORMS,
+    )  # fmt: skip
+
+
 ODD_NORM_CASES: tuple[Case, ...] = (
+    *(groups(*sizes) for sizes in GROUPS),
     Case(
         "GroupNorm + SiLU, 256 x 256 x 32 x 32", group_norm_silu, make_image,
         {"batch": 256, "channels": 256, "side": 32}, QUICK_IMAGE, IMAGE, IMAGE, family=ODD_NORMS,

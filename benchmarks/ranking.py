@@ -31,6 +31,7 @@ from fusion_compiler.schedule.row_tiles import RowTile
 from fusion_compiler.schedule.space import buffers_of, row_tiles, schedules
 
 TUNED = 4  # schedules that the tuner times
+Schedule = RowTile | Placement
 NEAR = 1.05  # times the best: as good
 Summary = dict[str, float]
 
@@ -42,7 +43,7 @@ class Choice:
     case: str
     cluster: str
     times: Mapping[str, float]
-    ranked: tuple[RowTile | Placement, ...]
+    ranked: tuple[Schedule, ...]
 
     @property
     def best(self) -> float:
@@ -89,7 +90,7 @@ def clusters_of(case: Case, device: str) -> Iterator[tuple[str, Canonical]]:
             yield name, key
 
 
-def ranked(loops: LoopNest, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
+def ranked(loops: LoopNest, device: DeviceSpec) -> tuple[Schedule, ...]:
     """The tiles of rows and columns of a nest, best first, or the placements of one that has none."""
     a = Analysis(loops)
     if not a.in_rows:

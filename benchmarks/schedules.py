@@ -45,6 +45,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.grid import grid, neighbours
 from fusion_compiler.schedule.row_tiles import RowTile, placement_of
 
+Schedule = ranking.Schedule
 GAIN = 0.98  # of the best before: worth another round
 CLIMBED = 3  # of the best, whose neighbours are tried
 
@@ -60,19 +61,19 @@ class Found:
     cost: Any
     reference: Callable[..., tuple[Tensor, ...]]
     arguments: tuple[Any, ...] = ()
-    programs: dict[RowTile, Program | str] = field(default_factory=dict[RowTile, "Program | str"])
+    programs: dict[Schedule, Program | str] = field(default_factory=dict[Schedule, "Program | str"])
 
     @functools.cached_property
-    def candidates(self) -> tuple[RowTile, ...]:
+    def candidates(self) -> tuple[Schedule, ...]:
         """The tuner's, the model's first choice first."""
         return ranking.ranked(self.key.nests[0], self.device)[: ranking.TUNED]
 
     @functools.cached_property
-    def grid(self) -> tuple[RowTile, ...]:
+    def grid(self) -> tuple[Schedule, ...]:
         whole = grid(Analysis(self.key.nests[0]), self.device)
         return tuple(dict.fromkeys((*self.candidates, *whole)))
 
-    def program(self, schedule: RowTile) -> Program | str:
+    def program(self, schedule: Schedule) -> Program | str:
         """The program under a schedule of the first loop nest, or why there is none."""
         if schedule not in self.programs:
             try:
@@ -81,11 +82,10 @@ class Found:
                 self.programs[schedule] = reason(error)
         return self.programs[schedule]
 
-    def _built(self, schedule: RowTile) -> Program:
+    def _built(self, schedule: Schedule) -> Program:
         buffers = {b.name: b for b in self.key.buffers}
-        placement = schedule
-        if isinstance(schedule, RowTile):
-            placement = placement_of(Analysis(self.key.nests[0]), schedule)
+        is_tile = isinstance(schedule, RowTile)
+        placement = placement_of(Analysis(self.key.nests[0]), schedule) if is_tile else schedule
         return program_of(self.key.nests, placement, self.name, self.doc, buffers, self.device)
 
 
@@ -185,10 +185,10 @@ class Search:
     found: Found
     clock: Clock
     limit: int
-    times: dict[RowTile, float] = field(default_factory=dict[RowTile, float])
-    failed: dict[RowTile, str] = field(default_factory=dict[RowTile, str])
+    times: dict[Schedule, float] = field(default_factory=dict[Schedule, float])
+    failed: dict[Schedule, str] = field(default_factory=dict[Schedule, str])
 
-    def first_round(self) -> tuple[RowTile, ...]:
+    def first_round(self) -> tuple[Schedule, ...]:
         """The tuner's candidates and a sample of the grid, the same every time."""
         rest = [s for s in self.found.grid if s not in self.found.candidates]
         sample = random.Random(0).sample(rest, min(self.limit, len(rest)))
@@ -198,8 +198,8 @@ class Search:
         """Compiles the first round."""
         self.clock.compile([p for s in self.first_round() if isinstance(p := self.found.program(s), Program)])
 
-    def measure(self, schedules: Iterable[RowTile]) -> None:
-        programs: dict[RowTile, Program] = {}
+    def measure(self, schedules: Iterable[Schedule]) -> None:
+        programs: dict[Schedule, Program] = {}
         for schedule in schedules:
             program = self.found.program(schedule)
             if isinstance(program, Program):
@@ -219,7 +219,8 @@ class Search:
         best = min(self.times.values(), default=0.0)
         while self.times and time.monotonic() < end:
             leading = sorted(self.times, key=self.times.__getitem__)[:CLIMBED]
-            near = dict.fromkeys(n for s in leading for n in neighbours(s, self.found.grid))
+            tiles = tuple(s for s in self.found.grid if isinstance(s, RowTile))
+            near = dict.fromkeys(n for s in leading if isinstance(s, RowTile) for n in neighbours(s, tiles))
             new = [s for s in near if s not in self.times and s not in self.failed]
             if not new:
                 return
@@ -228,7 +229,7 @@ class Search:
             if best > GAIN * before:
                 return
 
-    def error(self, best: RowTile) -> float:
+    def error(self, best: Schedule) -> float:
         """Largest difference of a schedule's results to ATen's, relative to the largest value."""
         program = self.found.program(best)
         assert isinstance(program, Program), "it has been timed"
