@@ -247,6 +247,11 @@ def operand_of(node: Compute, name: str) -> int | None:
     return value.node if isinstance(value, Value) else None
 
 
+def rounding_of(node: Node) -> object:
+    """Return the dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
+    return dict(node.operands).get("rounding") if isinstance(node, Compute) else None
+
+
 def _and_within(*operands: int, within: int | None) -> tuple[int, ...]:
     return operands if within is None else (*operands, within)
 

@@ -8,7 +8,17 @@ from dataclasses import replace
 import torch
 
 from fusion_compiler.ir.dims import Dim, product
-from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest, Reduce, Value, operand_of, operands_of
+from fusion_compiler.ir.loops import (
+    Compute,
+    Constant,
+    Load,
+    LoopNest,
+    Reduce,
+    Value,
+    operand_of,
+    operands_of,
+    rounding_of,
+)
 
 aten = torch.ops.aten
 HALVES = (str(torch.float16), str(torch.bfloat16))
@@ -52,15 +62,11 @@ def is_exact(loops: LoopNest, total: int, count: Dim, halves: Collection[str]) -
     the same way between two powers of two, which a correction would add.
     """
     node = loops.nodes[operands_of(loops.nodes[total])[0]]
-    while isinstance(node, Compute) and node.target is aten._to_copy.default and _rounding(node) is None:
+    while isinstance(node, Compute) and node.target is aten._to_copy.default and rounding_of(node) is None:
         node = loops.nodes[operands_of(node)[0]]
     is_half = isinstance(node, Load) and node.buffer in halves
-    is_half = is_half or (isinstance(node, Compute) and _rounding(node) in HALVES)
+    is_half = is_half or rounding_of(node) in HALVES
     return is_half and isinstance(count, int) and count <= LONGEST
-
-
-def _rounding(node: Compute) -> object:
-    return dict(node.operands).get("rounding")
 
 
 def _number(loops: LoopNest, operand: object) -> object:

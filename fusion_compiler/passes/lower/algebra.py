@@ -60,6 +60,13 @@ class _Rebuilt:
         node = renumber(self.loops.nodes[number], self.numbers)
         self.numbers[number] = self.add(node, self.loops.names[number])
 
+    def compute(
+        self, name: str, dtype: torch.dtype, target: OpOverload, /, **operands: int | float
+    ) -> int:
+        """Add an operation. operands: numbers of new nodes, or literals if they are floats."""
+        values = ((key, Value(o) if isinstance(o, int) else o) for key, o in operands.items())
+        return self.add(Compute(target, tuple(values), dtype), name)
+
     def done(self) -> LoopNest:
         stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
         axes = renumber_axes(self.loops.axes, self.numbers)
@@ -213,8 +220,7 @@ def nested_sums(loops: LoopNest) -> LoopNest:
             inner[key] = new.add(replace(node, operand=new.numbers[of.operand], axes=of.axes), name)
         value = inner[key]
         for factor in of.factors:
-            operands = (("self", Value(value)), ("other", Value(new.numbers[factor])))
-            value = new.add(Compute(aten.mul.Tensor, operands, node.dtype), name)
+            value = new.compute(name, node.dtype, aten.mul.Tensor, self=value, other=new.numbers[factor])
         if of.rest:
             value = new.add(replace(node, operand=value, axes=of.rest), name)
         new.numbers[number] = value
@@ -256,43 +262,49 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
     axes: a row of equal elements gets exactly that mean. halves: the buffers with elements of 16 bits, of
     which a sum is exact if all are equal and there are not too many.
     """
-    pairs = {n: pair for n in range(len(loops.nodes)) if (pair := mean_of_squares(loops, n)) is not None}
-    counts = {n: product(loops.axes[k].size for k in loops.nodes[n].axes) for n in pairs}  # type: ignore
-    means = {n: m for n, (total, m) in pairs.items() if not is_exact(loops, total, counts[n], halves)}
+    means = dict[int, int]()  # by sum of squares; each mean is corrected once
+    for number, node in enumerate(loops.nodes):
+        pair = mean_of_squares(loops, number)
+        if pair is not None and isinstance(node, Reduce) and pair[1] not in means.values():
+            if not is_exact(loops, pair[0], _count(loops, node), halves):
+                means[number] = pair[1]
     if not means:
         return loops
     new = _Rebuilt(loops)
     for number, node in enumerate(loops.nodes):
         new.keep(number)
-        if number not in means:
-            continue
-        assert isinstance(node, Reduce)
-        mean, name, dtype = means[number], loops.names[number], node.dtype
-        off = operands_of(loops.nodes[node.operand])[0]
-        count = float(hint(counts[number]))
-
-        def computed(
-            target: OpOverload, dtype: torch.dtype = dtype, name: str = name, **operands: int | float
-        ) -> int:
-            """Add a node. operands: numbers of nodes, or literals if they are floats."""
-            values = ((key, Value(o) if isinstance(o, int) else o) for key, o in operands.items())
-            return new.add(Compute(target, tuple(values), dtype), name)
-
-        def finite(value: int, zero: int) -> int:
-            size = computed(aten.abs.default, self=value)
-            is_finite = computed(aten.lt.Scalar, dtype=torch.bool, self=size, other=math.inf)
-            return computed(aten.where.self, condition=is_finite, self=value, other=zero)
-
-        zero = new.add(Constant(0.0, dtype), name)
-        rest = new.add(replace(node, operand=new.numbers[off]), name)
-        shift = finite(computed(aten.div.Tensor, self=rest, other=count), zero)
-        square = computed(aten.mul.Tensor, self=shift, other=shift)
-        excess = finite(computed(aten.mul.Tensor, self=square, other=count), zero)
-        left = computed(aten.sub.Tensor, self=new.numbers[number], other=excess)
-        new.numbers[number] = computed(aten.clamp_min.default, self=left, min=0.0)
-        new.numbers[mean] = computed(aten.add.Tensor, self=new.numbers[mean], other=shift)
-        new.numbers[off] = computed(aten.sub.Tensor, self=new.numbers[off], other=shift)
+        if number in means:
+            assert isinstance(node, Reduce)
+            _correct(new, number, node, means[number])
     return new.done()
+
+
+def _correct(new: _Rebuilt, number: int, node: Reduce, mean: int) -> None:
+    """Correct a sum of squares, its mean and the differences from it, for all nodes that follow."""
+    loops, count = new.loops, float(hint(_count(new.loops, node)))
+    off = operands_of(loops.nodes[node.operand])[0]
+    computed = functools.partial(new.compute, loops.names[number], node.dtype)
+
+    def finite(value: int) -> int:
+        """Return a value, or zero in the place of infinity: infinity - infinity would be NaN."""
+        size = computed(aten.abs.default, self=value)
+        is_finite = new.compute(loops.names[number], torch.bool, aten.lt.Scalar, self=size, other=math.inf)
+        return computed(aten.where.self, condition=is_finite, self=value, other=zero)
+
+    zero = new.add(Constant(0.0, node.dtype), loops.names[number])
+    rest = new.add(replace(node, operand=new.numbers[off]), loops.names[number])
+    shift = finite(computed(aten.div.Tensor, self=rest, other=count))
+    square = computed(aten.mul.Tensor, self=shift, other=shift)
+    excess = finite(computed(aten.mul.Tensor, self=square, other=count))
+    left = computed(aten.sub.Tensor, self=new.numbers[number], other=excess)
+    new.numbers[number] = computed(aten.clamp_min.default, self=left, min=0.0)
+    new.numbers[mean] = computed(aten.add.Tensor, self=new.numbers[mean], other=shift)
+    new.numbers[off] = computed(aten.sub.Tensor, self=new.numbers[off], other=shift)
+
+
+def _count(loops: LoopNest, node: Reduce) -> Dim:
+    """Return how many elements a reduction combines to one."""
+    return product(loops.axes[k].size for k in node.axes)
 
 
 def _all_factors(loops: LoopNest, number: int) -> Counter[int]:
