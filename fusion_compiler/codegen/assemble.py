@@ -28,7 +28,7 @@ from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.replicated import Replicated
 from fusion_compiler.codegen.rows import RowEmitter
-from fusion_compiler.codegen.second_stages import Split, split_by_placement
+from fusion_compiler.codegen.second_stages import Split, split_of
 from fusion_compiler.codegen.sizes import name_sizes
 from fusion_compiler.codegen.strength_reduction import shortened
 from fusion_compiler.codegen.text import module
@@ -43,11 +43,12 @@ from fusion_compiler.ir.loops import (
     Random,
     operands_of,
     right_neighbours,
+    rounding_of,
     symbols_of,
 )
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
-from fusion_compiler.schedule.analysis import Analysis, along_rows_first, rounding_of
+from fusion_compiler.schedule.analysis import Analysis, along_rows_first
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import WORD
@@ -128,9 +129,7 @@ def build(
     runs = [
         Run(nests.in_passes[i], run.placement) if run.in_passes else run for i, run in enumerate(runs)
     ]
-    splits = [
-        split_by_placement(run.a, run.placement, numbers, tickets, run.sharing) for run in runs
-    ]
+    splits = [split_of(run, numbers, tickets) for run in runs]
     mail = [mailboxes(run, position) for position, run in enumerate(runs)]
     last = (split.last for split in splits if split.last is not None)
     scratch = (
@@ -220,19 +219,19 @@ def _kernel(parts: list[Part], name: str, doc: str) -> Kernel:
 
 
 def mailboxes(run: Run, position: int) -> dict[str, Buffer]:
-    """Return the scratch of programs that share rows: a buffer for each message, [rows, receivers, senders].
-    The rows of a placement are the groups of programs that share reductions.
+    """Return the scratch of programs that exchange reductions: a buffer for each message, [groups, receivers,
+    senders]. A group of programs shares a row, or the axes in SHARED.
 
-    The keys are the names that the builder uses. position: that of the loop nest in its cluster.
+    The keys are the names that the emitter uses. position: that of the loop nest in its cluster.
     """
     if run.together == 1:
         return {}
-    rows, all_messages = run.a.size(ROWS), messages(run.a)
+    groups, all_messages = run.a.size(ROWS), messages(run.a)
     if run.sharing is not None:
-        rows = product(leaf.extent for leaf in run.leaves if leaf.place is Place.GRID)
-        groups = run.sharing.together()
-        all_messages = (message for group in groups for message in messages_of(run.a, group))
-    shape = (rows, run.parts, run.parts)
+        groups = product(leaf.extent for leaf in run.leaves if leaf.place is Place.GRID)
+        together = run.sharing.together()
+        all_messages = (message for numbers in together for message in messages_of(run.a, numbers))
+    shape = (groups, run.parts, run.parts)
     names = [mailbox(message) for message in all_messages]
     return {
         name: Buffer(

@@ -48,8 +48,8 @@ from fusion_compiler.schedule import placement as place
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded
-from fusion_compiler.schedule.shared_reductions import SharedReductions
 
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
@@ -173,17 +173,11 @@ def _counter(number: int, blocks: Dim = 1) -> Buffer:
     return Buffer(f"ticket_{number}" if number else "ticket", (blocks,), (1,), torch.int32, zeroed=True)
 
 
-def split_by_placement(
-    analysis: Analysis,
-    placement: Placement,
-    numbers: Iterator[int],
-    tickets: Iterator[int],
-    sharing: SharedReductions | None = None,
-) -> Split:
-    """Return the reductions of which programs store parts under a placement. numbers, tickets: the numbers in
-    the names of buffers and counters. sharing: what programs do with reductions that they share, if it is
-    anything else than to store their parts of those over axes of the grid."""
-    loops, leaves = analysis.loops, placement.leaves(analysis.loops.axes)
+def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
+    """Return the reductions of which programs store parts. numbers, tickets: the numbers in the names of
+    buffers and counters."""
+    analysis, placement, leaves, sharing = run.a, run.placement, run.leaves, run.sharing
+    loops = analysis.loops
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID and leaf.extent != 1]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
     kept: dict[int, Partial] = {}

@@ -39,12 +39,14 @@ from fusion_compiler.ir.loops import (
     renumber_axes,
     renumber_store,
     right_neighbours,
+    rounding_of,
     store_operands,
     with_operands,
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.shapes import WORD
+from fusion_compiler.schedule.uses import Uses, uses_of
 
 aten = torch.ops.aten
 
@@ -196,6 +198,24 @@ class Analysis:
         return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0
 
     @cached_property
+    def uses(self) -> Mapping[int, Uses]:
+        """Return, by reduction, what reads it."""
+        return uses_of(self.loops, self.node_axes)
+
+    @cached_property
+    def over_different_axes(self) -> bool:
+        """True if reductions are over different inner axes, and are no products."""
+        several = self.inner and len({self.reduction(n).axes for n in self.uses}) > 1
+        return several and self.products is None
+
+    @cached_property
+    def late_axes(self) -> frozenset[int]:
+        """Return the inner axes over which nothing is reduced but what is only stored."""
+        read = (n for n, use in self.uses.items() if use.needs_all is not None or use.readers)
+        inner = axes_in(self.loops.axes, (INNER,))
+        return inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
+
+    @cached_property
     def reductions(self) -> tuple[int, ...]:
         """Return the numbers of the reductions, but those over a ragged axis."""
         return tuple(i for i, groups in self._reduced.items() if RAGGED not in groups)
@@ -305,14 +325,6 @@ class Analysis:
         """Return the reductions that keep one number for each row between the blocks of a loop."""
         totals = (total for total, _ in self.moments.values())
         return frozenset({*self.online, *self.online.values(), *self.moments, *totals})
-
-    @cached_property
-    def passes(self) -> tuple[int, ...]:
-        """Return how many reductions of `along` precede each node, in the longest chain."""
-        passes, of_program = list[int](), {*self.along}
-        for node in self.loops.nodes:
-            passes.append(max((passes[o] + (o in of_program) for o in operands_of(node)), default=0))
-        return tuple(passes)
 
     @cached_property
     def live(self) -> tuple[Mapping[int, int], ...]:
@@ -558,8 +570,3 @@ def along_rows_first(loops: LoopNest) -> LoopNest:
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:
     """Return the dtype in which a reduction is accumulated and stored as a partial result."""
     return torch.int32 if reduce.combine in ("any", "all") else reduce.dtype
-
-
-def rounding_of(node: Node) -> object:
-    """Return the dtype, as text, to which a node rounds within the kernel; None for all other nodes."""
-    return dict(node.operands).get("rounding") if isinstance(node, Compute) else None

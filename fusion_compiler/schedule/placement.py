@@ -41,8 +41,6 @@ class Place(StrEnum):
     LANES = "LANES"
     UNROLL = "UNROLL"
 
-    __hash__ = str.__hash__  # an enumeration's own is a Python function
-
 
 class Access(StrEnum):
     PLAIN = "PLAIN"

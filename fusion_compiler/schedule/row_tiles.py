@@ -36,8 +36,6 @@ class Cols(StrEnum):
     GRID = "grid"
     LOOP = "loop"
 
-    __hash__ = str.__hash__  # an enumeration's own is a Python function
-
 
 class RowTile(NamedTuple):
     """A tile of rows and columns, and how programs go through a nest by it.
@@ -108,13 +106,16 @@ def placement_of(a: Analysis, s: RowTile) -> Placement:
     cuts: list[Directive] = []
     outer: list[Directive] = []
     lanes: list[Directive] = []
-    if a.axes[ROWS]:
-        _place_rows(_fused(a, ROWS, cuts), a, s, cuts, outer, lanes)
-    if a.axes[COLS]:
-        name = _fused(a, COLS, cuts)
-        if s.word:
-            cuts.append(Align(name, s.word))
-        _place_cols(name, a, s, cuts, outer, lanes)
+    for group, directives_of in ((ROWS, _of_rows), (COLS, _of_cols)):
+        if axes := a.axes[group]:
+            name = axes[0].name
+            if len(axes) > 1:
+                name = NAMES[group]
+                cuts.append(Fuse(tuple(axis.name for axis in axes), name))
+            of_group = directives_of(name, a, s)
+            cuts += of_group[0]
+            outer += of_group[1]
+            lanes += of_group[2]
     outer += [At(a.loops.axes[axis].name, Place.LOOP) for axis in sorted(a.ragged)]
     if a.across_rows and not a.ends_in_a_row:
         programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
@@ -124,61 +125,37 @@ def placement_of(a: Analysis, s: RowTile) -> Placement:
     return Placement((*cuts, *outer, *lanes), s.num_warps, s.num_stages, s.registers)
 
 
-def _fused(a: Analysis, group: str, cuts: list[Directive]) -> str:
-    """Return the name of the axis that the axes of a group make up."""
-    axes = a.axes[group]
-    if len(axes) == 1:
-        return axes[0].name
-    cuts.append(Fuse(tuple(axis.name for axis in axes), NAMES[group]))
-    return NAMES[group]
+# Directives that cut an axis, that place its parts outside of a tile, and inside.
+Directives = tuple[list[Directive], list[Directive], list[Directive]]
 
 
-def _place_rows(
-    name: str,
-    a: Analysis,
-    s: RowTile,
-    cuts: list[Directive],
-    outer: list[Directive],
-    lanes: list[Directive],
-) -> None:
-    """Add the directives of the rows: those that cut the axis, the places outside of a tile, and inside."""
+def _of_rows(name: str, a: Analysis, s: RowTile) -> Directives:
     size = a.size(ROWS)
     if s.block_rows > 1 and s.programs is None and isinstance(size, int) and padded(size) == s.block_rows:
-        lanes.append(At(name, Place.LANES))
-    elif s.word and s.rows_apart > 1:  # the rows of a block begin at the same place of a word
-        cuts += [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows)]
-        outer += [At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP)]
-        lanes.append(At(f"{name}.o.i", Place.LANES))
-    else:
-        if s.block_rows > 1:
-            cuts.append(Split(name, s.block_rows))
-            lanes.append(At(f"{name}.i", Place.LANES))
-            name = f"{name}.o"
-        if s.programs is None:
-            outer.append(At(name, Place.GRID))
-        elif s.programs == 1:
-            outer.append(At(name, Place.LOOP))
-        else:
-            cuts.append(Split(name, s.programs))
-            outer += [At(f"{name}.i", Place.GRID), At(f"{name}.o", Place.LOOP)]
+        return [], [], [At(name, Place.LANES)]
+    if s.word and s.rows_apart > 1:  # the rows of a block begin at the same place of a word
+        cuts = [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows)]
+        outer = [At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP)]
+        return [*cuts], [*outer], [At(f"{name}.o.i", Place.LANES)]
+    block: list[Directive] = []
+    lanes: list[Directive] = []
+    if s.block_rows > 1:
+        block, lanes, name = [Split(name, s.block_rows)], [At(f"{name}.i", Place.LANES)], f"{name}.o"
+    if s.programs is None:
+        return block, [At(name, Place.GRID)], lanes
+    if s.programs == 1:
+        return block, [At(name, Place.LOOP)], lanes
+    outer = [At(f"{name}.i", Place.GRID), At(f"{name}.o", Place.LOOP)]
+    return [*block, Split(name, s.programs)], [*outer], lanes
 
 
-def _place_cols(
-    name: str,
-    a: Analysis,
-    s: RowTile,
-    cuts: list[Directive],
-    outer: list[Directive],
-    lanes: list[Directive],
-) -> None:
-    """Add the directives of the columns."""
+def _of_cols(name: str, a: Analysis, s: RowTile) -> Directives:
+    cuts: list[Directive] = [Align(name, s.word)] if s.word else []
+    shared: list[Directive] = []
     if s.splits > 1 and parts_of(a, s) != 1:
         cuts.append(Split(name, hint(part_cols(a, s))))
-        outer.append(At(f"{name}.o", Place.SHARED))
-        name = f"{name}.i"
+        shared, name = [At(f"{name}.o", Place.SHARED)], f"{name}.i"
     if s.cols is Cols.WHOLE:
-        lanes.append(At(name, Place.LANES))
-    else:
-        cuts.append(Split(name, s.block_cols))
-        outer.append(At(f"{name}.o", Place.GRID if s.cols is Cols.GRID else Place.LOOP))
-        lanes.append(At(f"{name}.i", Place.LANES))
+        return cuts, shared, [At(name, Place.LANES)]
+    outer = At(f"{name}.o", Place.GRID if s.cols is Cols.GRID else Place.LOOP)
+    return [*cuts, Split(name, s.block_cols)], [*shared, outer], [At(f"{name}.i", Place.LANES)]

@@ -14,6 +14,7 @@ import sympy
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP, padded
 from fusion_compiler.schedule.shared_reductions import SharedReductions, sharing_of
@@ -84,7 +85,12 @@ class Run:
     @cached_property
     def sharing(self) -> SharedReductions | None:
         """Return what programs do with reductions that they share, as `sharing_of` does."""
-        return sharing_of(self.a.loops, self.placement)
+        return sharing_of(self.a, self.placement, self.where) if self.a.over_different_axes else None
+
+    @cached_property
+    def where(self) -> PlacedAxes:
+        """Return the axes that each value has, and where they lie."""
+        return PlacedAxes.of(self.a.loops, self.placement)
 
     @cached_property
     def together(self) -> int:
@@ -151,5 +157,5 @@ class Run:
             axes = a.node_axes[n] | a.node_axes[a.reduction(n).operand] | a.reduction(n).axes
             elements = self.elements(axes) / (LEAST_WORD if a.loops.names[n] in in_turn else 1)
             held = self.copies(a.node_axes[n]) * self._per_thread(elements)
-            of_pass[a.passes[n]] = of_pass.get(a.passes[n], 0.0) + (0.0 if n in a.per_row else held)
+            of_pass[a.level[n]] = of_pass.get(a.level[n], 0.0) + (0.0 if n in a.per_row else held)
         return max(of_pass.values())

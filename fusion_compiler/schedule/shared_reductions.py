@@ -13,93 +13,36 @@ Each program reduces its own part. What happens with the part depends on what re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import cast
 
-import torch
-
-from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_of, operands_of, with_operands
-from fusion_compiler.schedule.analysis import accumulator_dtype, rounding_of
+from fusion_compiler.ir.loops import (
+    LoopNest,
+    Reduce,
+    operands_of,
+    with_operands,
+)
+from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
-from fusion_compiler.schedule.products import Products
-
-aten = torch.ops.aten
-RECENT = 64  # nests and placements of which the answers are kept: each is asked several times in a row
 
 
-@dataclass(frozen=True)
-class Uses:
-    """What reads a reduction.
-
-    readers: reductions of the same kind that may reduce its parts as they are.
-    late: the reduction, and the nodes that depend on it without another reduction.
-    stored: those of them that are stored.
-    needs_all: the first node that needs the complete reduction, or None.
-    """
-
-    readers: frozenset[int]
-    late: frozenset[int]
-    stored: frozenset[int]
-    needs_all: int | None
-
-
-@lru_cache(maxsize=RECENT)
-def uses_of(loops: LoopNest) -> Mapping[int, Uses]:
-    """Return, by reduction, what reads it."""
-    varies = axes_of(loops.nodes)
-    reductions = ((n, node) for n, node in enumerate(loops.nodes) if isinstance(node, Reduce))
-    return {n: _uses(loops, n, node, varies) for n, node in reductions}
-
-
-def _uses(loops: LoopNest, number: int, reduction: Reduce, varies: Sequence[frozenset[int]]) -> Uses:
-    linear, late, readers, needs_all = {number}, {number}, set[int](), None
-    for n, node in enumerate(loops.nodes):
-        read = late.intersection(operands_of(node))
-        if not read:
-            continue
-        if isinstance(node, Reduce) and node.combine == reduction.combine and read <= linear:
-            if node.combine == "sum" or node.operand == number:
-                readers.add(n)
-                continue
-        if not isinstance(node, Compute):
-            needs_all = n if needs_all is None else needs_all
-            continue
-        late.add(n)
-        factors = [o for o in operands_of(node) if o not in read]
-        is_product = node.target is aten.mul.Tensor and len(operands_of(node)) == len(node.operands) == 2
-        is_cast = node.target is aten._to_copy.default and rounding_of(node) is None
-        is_same = is_cast and node.dtype == reduction.dtype
-        if read <= linear and len(read) == 1 and (is_same or (is_product and len(factors) == 1)):
-            if all(varies[o].isdisjoint(reduction.axes) for o in factors):
-                linear.add(n)
-    stores = [store for store in loops.stores if store.value in late]
-    for store in stores:
-        axes = varies[store.value] | {k for k, _ in store.index.terms}
-        if not axes <= varies[number] or store.within is not None:
-            needs_all = store.value if needs_all is None else needs_all
-    return Uses(frozenset(readers), frozenset(late), frozenset(store.value for store in stores), needs_all)
-
-
-@lru_cache(maxsize=RECENT)
-def sharing_of(loops: LoopNest, placement: Placement) -> SharedReductions | None:
-    """Return what programs do with the reductions that they share, for nests with inner axes whose reductions
-    are over different axes; None for all others, and where one program has all that is reduced."""
-    reduced = {node.axes for node in loops.nodes if isinstance(node, Reduce)}
-    has_units = any(isinstance(d, On) for d in placement.directives)
-    if len(reduced) < 2 or has_units or not any(axis.group == INNER for axis in loops.axes):
+def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedReductions | None:
+    """Return what programs do with the reductions of a nest over different axes (`over_different_axes`) that
+    they share; None where one program has all that is reduced. where: the nest's axes under the placement."""
+    places = {leaf.place for leaves in where.leaves.values() for leaf in leaves}
+    if Place.UNROLL in places or any(isinstance(d, On) for d in placement.directives):
         return None
-    places = {leaf.place for leaf in placement.leaves(loops.axes)}
-    if Place.UNROLL in places or Products.of(loops, {}) is not None:
-        return None
-    sharing = SharedReductions.of(loops, placement)
+    sharing = SharedReductions.of(a, where)
     return sharing if sharing.leaves or places & {Place.LOOP, Place.SHARED} else None
 
 
 @dataclass(frozen=True)
 class SharedReductions:
-    """What programs do with the reductions that they share.
+    """The reductions that programs share, and what they do with these.
 
     leaves: by reduction, the leaves of the grid whose programs have its parts.
     partial: the reductions of which programs store their parts. exchanged: those that programs exchange.
@@ -114,11 +57,11 @@ class SharedReductions:
     refusal: str | None
 
     @classmethod
-    def of(cls, loops: LoopNest, placement: Placement) -> SharedReductions:
-        where = PlacedAxes.of(loops, placement)
+    def of(cls, a: Analysis, where: PlacedAxes) -> SharedReductions:
+        loops, uses = a.loops, a.uses
         leaves, partial, exchanged = dict[int, tuple[Leaf, ...]](), set[int](), set[int]()
         left = dict[int, frozenset[Leaf]]()  # by reader, the leaves of the inner reductions that it reads
-        uses, refusal = uses_of(loops), None
+        refusal: str | None = None
         for n, node in enumerate(loops.nodes):
             if not isinstance(node, Reduce):
                 continue
@@ -142,8 +85,8 @@ class SharedReductions:
             others = {m for m in needed - partial if isinstance(loops.nodes[m], Reduce)}
             if len({(leaves[m], where.depends[m]) for m in together}) > 1 or others:
                 refusal = refusal or f"what is stored of {loops.names[n]} needs other reductions"
-        self = cls(loops, where, leaves, frozenset(partial), frozenset(exchanged), None)
-        return cls(loops, where, leaves, self.partial, self.exchanged, refusal or self._refusal())
+        self = cls(loops, where, leaves, frozenset(partial), frozenset(exchanged), refusal)
+        return self if refusal else replace(self, refusal=self._refusal())
 
     def _refusal(self) -> str | None:
         for n in sorted(self.exchanged):
@@ -181,19 +124,4 @@ class SharedReductions:
     @property
     def programs(self) -> int:
         """Return how many programs exchange reductions."""
-        extents = [leaf.extent for leaf in self.where.grid if leaf.place is Place.SHARED]
-        count = 1
-        for extent in extents:
-            assert isinstance(extent, int)
-            count *= extent
-        return count
-
-
-def late_axes(loops: LoopNest, axes: Set[int]) -> frozenset[int]:
-    """Return those of some axes over which nothing is reduced but what is only stored."""
-    late = set(axes)
-    for n, use in uses_of(loops).items():
-        node = loops.nodes[n]
-        if isinstance(node, Reduce) and (use.needs_all is not None or use.readers):
-            late -= node.axes
-    return frozenset(late)
+        return prod(cast(int, leaf.extent) for leaf in self.where.grid if leaf.place is Place.SHARED)

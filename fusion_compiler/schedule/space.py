@@ -73,11 +73,11 @@ def schedules(
     buffers: the known ones.
     """
     a = Analysis(loops)
+    if not a.in_rows and windowed.runs(loops):
+        return windowed.placements(loops, device, hints)
     roofline = Roofline(a, device, buffers_of(loops) | dict(buffers), hints)
     if a.in_rows:
         return tuple(placement_of(a, tile) for tile in row_tiles(a, roofline))
-    if windowed.runs(loops):
-        return windowed.placements(loops, device, hints)
     return tiles.placements(a, roofline, hints)
 
 

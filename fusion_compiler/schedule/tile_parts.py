@@ -22,13 +22,12 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import INNER, LARGEST_TILE, LoopNest, Reduce, axes_in
+from fusion_compiler.ir.loops import INNER, LARGEST_TILE, axes_in
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import At, Directive, Place, Placement, Split
 from fusion_compiler.schedule.row_widths import ALONE, MOST_PARTS
 from fusion_compiler.schedule.shapes import padded, warps_of
-from fusion_compiler.schedule.shared_reductions import late_axes, uses_of
 
 LEAST_NEIGHBOURS = 16  # elements: a sector of 32 bytes
 LEAST_TERMS = 16  # of a part of a sum: what is stored of each is little beside what was read
@@ -36,20 +35,17 @@ ENOUGH_FILLED = 18  # twentieths of a tile that axes should fill: fewer lanes be
 LEAST_RUN = 64  # neighbours in memory along the innermost axis of a tile
 
 
-def group_of(loops: LoopNest, order: Sequence[int]) -> frozenset[int] | None:
+def group_of(a: Analysis, order: Sequence[int]) -> frozenset[int] | None:
     """Return the reduced axes that have to lie in the programs of one group; None if programs that have parts
     of these cannot make the reductions, would store almost as much as they load, or would load few
     neighbours in memory. order: the axes from the outermost one in memory to the innermost one."""
-    inner = axes_in(loops.axes, (INNER,))
-    group = inner - late_axes(loops, inner)
+    loops, group = a.loops, axes_in(a.loops.axes, (INNER,)) - a.late_axes
     together = takewhile(lambda k: k in group, reversed(order))
     if prod(hint(loops.axes[k].size) for k in together) < LEAST_NEIGHBOURS:
         return None
     covered = dict[int, frozenset[int]]()  # by reduction, its axes and those of the inner sums that it reads
-    for n, use in uses_of(loops).items():
-        node = loops.nodes[n]
-        assert isinstance(node, Reduce)
-        axes = node.axes | covered.get(n, frozenset())
+    for n, use in a.uses.items():
+        axes = a.reduction(n).axes | covered.get(n, frozenset())
         covered |= {reader: axes | covered.get(reader, frozenset()) for reader in use.readers}
         if use.needs_all is not None and not axes >= group:
             return None
@@ -64,7 +60,7 @@ def parts(
 ) -> Iterator[Placement]:
     """Yield placements whose programs have a part of a group each, best first. order: the axes from the
     outermost one in memory to the innermost one."""
-    loops, group = a.loops, group_of(a.loops, order)
+    loops, group = a.loops, group_of(a, order)
     if not group:
         return
     inside = [k for k in order if k in group]

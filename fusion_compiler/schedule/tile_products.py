@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of
-from fusion_compiler.schedule.analysis import Analysis, rounding_of
+from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of, rounding_of
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
+from itertools import islice
 from math import prod
 
 import sympy
@@ -36,11 +37,11 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
-from fusion_compiler.schedule.run import MOST
+from fusion_compiler.schedule.run import MOST, Run
 from fusion_compiler.schedule.shapes import are_apart, padded
 from fusion_compiler.schedule.tile_parts import group_of, parts
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, with_exact_products
-from fusion_compiler.schedule.verifier import refusal
+from fusion_compiler.schedule.verifier import refusal_of
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
 SHARED_ELEMENTS = (16, 8, 32, 64)  # the same where programs store parts of sums
@@ -64,8 +65,8 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
             return f"a tile has no room for {axis.size} elements of {axis.name}"
     if a.products is not None:
         return None  # in a loop
-    if (least := min(_least(loops, group) for group in _groups(loops))) > LARGEST_TILE:
-        if next(_legal(loops, parts(a, _by_stride(loops), device, NO_HINTS)), None) is None:
+    if (least := min(_least(loops, group) for group in _groups(a))) > LARGEST_TILE:
+        if next(_legal(a, parts(a, _by_stride(loops), device, NO_HINTS)), None) is None:
             return f"a tile of {least} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
     if (load := next(overlapping, None)) is not None:
@@ -87,37 +88,45 @@ def placements(
     products = roofline.work.products
     if products is not None:
         of_products = few_rows.placements(loops, products, itemsizes, roofline.device)
-        legal = [p for p in dict.fromkeys(of_products) if refusal(loops, p) is None]
+        runs = list(_legal(a, of_products, hints))
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
-            legal.sort(key=lambda p: roofline.us(roofline.run(p)))
-        return with_exact_products(loops, tuple(legal), dtypes)
-    if in_parts := tuple(_legal(loops, parts(a, _by_stride(loops), roofline.device, hints))):
-        return in_parts[:KEPT]
-    runs = {p: roofline.run(p) for p in _legal(loops, candidates(loops, hints))}
-    crowded = {p: max(0.0, run.registers - MOST) for p, run in runs.items()}
+            runs.sort(key=roofline.us)
+        return with_exact_products(loops, tuple(run.placement for run in runs), dtypes)
+    in_parts = islice(_legal(a, parts(a, _by_stride(loops), roofline.device, hints), hints), KEPT)
+    if of_parts := tuple(run.placement for run in in_parts):
+        return of_parts
+    runs = list(_legal(a, candidates(a, hints), hints))
     times = dict[tuple[Directive, ...], float]()  # of a tile with the best number of elements a thread
-    for p, run in runs.items():
-        times.setdefault(p.directives, roofline.us(run))
-    first = sorted(runs, key=lambda p: (crowded[p], not runs[p].terms, times[p.directives]))[:KEPT]
-    return with_exact_products(loops, tuple(first), dtypes)
+    for run in runs:
+        times.setdefault(run.placement.directives, roofline.us(run))
+
+    def rank(run: Run) -> tuple[float, bool, float]:
+        return max(0.0, run.registers - MOST), not run.terms, times[run.placement.directives]
+
+    first = sorted(runs, key=rank)[:KEPT]
+    return with_exact_products(loops, tuple(run.placement for run in first), dtypes)
 
 
-def _legal(loops: LoopNest, placements: Iterable[Placement]) -> Iterator[Placement]:
-    """Yield the placements that can run a nest."""
-    return (placement for placement in dict.fromkeys(placements) if refusal(loops, placement) is None)
+def _legal(
+    a: Analysis, placements: Iterable[Placement], hints: Mapping[sympy.Symbol, int] = NO_HINTS
+) -> Iterator[Run]:
+    """Yield the runs of a nest under the placements that can run it."""
+    runs = (Run(a, placement, hints) for placement in dict.fromkeys(placements))
+    return (run for run in runs if refusal_of(run) is None)
 
 
-def _groups(loops: LoopNest) -> list[frozenset[int]]:
+def _groups(a: Analysis) -> list[frozenset[int]]:
     """Return sets of axes that a tile may hold. The last set has all that are reduced. Another one lacks axes
     over which programs may share what is stored, unless the others would fill little of a tile."""
+    loops = a.loops
     inner, order = axes_in(loops.axes, (INNER,)), _by_stride(loops)
-    group = group_of(loops, order)
+    group = group_of(a, order)
     if not group or group == inner:
         return [inner]
     if prod(hint(loops.axes[k].size) for k in group) < LEAST_FILLED * _least(loops, group):
         return [inner]
     ones = {k: 1 for k in order if k not in group}
-    return [inner] if refusal(loops, _placement(loops, order, ones, 1)) else [group, inner]
+    return [inner] if refusal_of(Run(a, _placement(loops, order, ones, 1))) else [group, inner]
 
 
 def _least(loops: LoopNest, group: Set[int]) -> int:
@@ -172,14 +181,15 @@ def _sharing(loops: LoopNest, order: list[int], shared: int) -> Iterator[Placeme
             yield replace(placement, directives=tuple(at))
 
 
-def candidates(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Iterator[Placement]:
+def candidates(a: Analysis, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Iterator[Placement]:
     """Yield placements of a nest that may be fast, without a check that they can run it."""
+    loops = a.loops
     order = _by_stride(loops)
     inner = axes_in(loops.axes, (INNER,))
     shared = _shared_axis(loops)
     if shared is not None:
         yield from _sharing(loops, order, shared)
-    for group in _groups(loops):
+    for group in _groups(a):
         least = _least(loops, group)
         if least > LARGEST_TILE:
             continue

@@ -10,10 +10,10 @@ import torch
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, operands_of
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.boxes import box_of
-from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import On, Place, Placement, Stage
-from fusion_compiler.schedule.shared_reductions import sharing_of
+from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.tile_products import product_of
 
 MOST_COPIES = 256  # of one statement, that unrolled axes make
@@ -27,13 +27,21 @@ def refusal(
     buffers: Mapping[str, Buffer] = NO_BUFFERS,
     device: DeviceSpec | None = None,
 ) -> str | None:
-    """Return why a nest cannot run under a placement, or None if it can. buffers, device: where the placement
-    has descriptors; those buffers, and all that the nest stores, and the device if it is known."""
+    """Return why a nest cannot run under a placement, or None if it can. buffers, device: as for
+    `refusal_of`."""
     try:
-        leaves = placement.leaves(loops.axes)
+        run = Run(Analysis(loops), placement)
     except ValueError as error:
         return str(error)
-    copies = 1
+    return refusal_of(run, buffers, device)
+
+
+def refusal_of(
+    run: Run, buffers: Mapping[str, Buffer] = NO_BUFFERS, device: DeviceSpec | None = None
+) -> str | None:
+    """Return why a run is not possible, or None if it is. buffers, device: where the placement has
+    descriptors; those buffers, and all that the nest stores, and the device if it is known."""
+    loops, placement, leaves, copies = run.a.loops, run.placement, run.leaves, 1
     for leaf in leaves:
         if leaf.place in (Place.LANES, Place.UNROLL):
             if not isinstance(leaf.extent, int):
@@ -43,13 +51,11 @@ def refusal(
         return f"unrolled axes repeat a statement {copies} times, more than {MOST_COPIES}"
     for directive in placement.directives:
         if isinstance(directive, On):
-            where = PlacedAxes.of(loops, placement)
             numbers = (n for n, name in enumerate(loops.names) if name == directive.reduction)
-            if not any(product_of(loops, n, where) for n in numbers):
+            if not any(product_of(loops, n, run.where) for n in numbers):
                 return f"{directive}: {directive.reduction} is no sum of products of two tiles"
-    sharing = sharing_of(loops, placement)
-    if sharing is not None and sharing.refusal is not None:
-        return sharing.refusal
+    if run.sharing is not None and run.sharing.refusal is not None:
+        return run.sharing.refusal
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     of_each = placement.combined(Stage.EACH)
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce

@@ -42,7 +42,7 @@ from fusion_compiler.schedule.placement import At, Place, Placement, Split
 from fusion_compiler.schedule.products import is_product
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import padded, powers, warps_of
-from fusion_compiler.schedule.verifier import refusal
+from fusion_compiler.schedule.verifier import refusal_of
 from fusion_compiler.schedule.work import BufferInfo
 
 REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
@@ -220,9 +220,9 @@ def _legal(
         return
     a, shapes = Analysis(loops), dict.fromkeys(_shapes(loops, windows, device, hints))
     for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
-        placement = _placement(loops, windows, shape)
-        if refusal(loops, placement) is None and Run(a, placement).registers <= MOST_REGISTERS:
-            yield placement, shape
+        run = Run(a, _placement(loops, windows, shape))
+        if refusal_of(run) is None and run.registers <= MOST_REGISTERS:
+            yield run.placement, shape
 
 
 def _shapes(

@@ -128,9 +128,12 @@ class Work:
         self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
         for node in loops.nodes:
-            kind = type(node)
-            count = self._compute if kind is Compute else self._reduce if kind is Reduce else self._other
-            self.values.append(count(node))  # type: ignore[arg-type]
+            if type(node) is Compute:
+                self.values.append(self._compute(node))
+            elif type(node) is Reduce:
+                self.values.append(self._reduce(node))
+            else:
+                self.values.append(self._other(node))
         self.axes = [axes for axes, _, _ in self.values]
         several = len(loops.stores) > 1
         pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
@@ -165,7 +168,7 @@ class Work:
         if target is LOGICAL_AND:
             self._divide(operands_of(node))
         flops, special = weights_of(target)
-        count, dtype = self._elements.get(axes) or self.elements(axes), node.dtype
+        count, dtype = self.elements(axes), node.dtype
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return axes, needs, phase

@@ -22,6 +22,7 @@ from fusion_compiler.passes.lower.algebra import nested_sums
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import tile_parts, tiles
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.tile_parts import group_of
 from fusion_compiler.schedule.verifier import refusal
@@ -192,7 +193,7 @@ def test_nothing_but_stores_follows_a_sum_of_which_programs_store_parts() -> Non
 
 def test_parts_that_would_store_as_much_as_they_load_are_not_made() -> None:
     def group(kept: str) -> frozenset[int] | None:
-        return group_of(norm_like({"n": 64, "g": 2, "c": 3, "s": 64}, kept).nest(), range(4))
+        return group_of(Analysis(norm_like({"n": 64, "g": 2, "c": 3, "s": 64}, kept).nest()), range(4))
 
     assert group("gc") == group("c") == frozenset({2, 3})
     assert group("s") is None  # of 64 columns, each program would store all
@@ -201,7 +202,7 @@ def test_parts_that_would_store_as_much_as_they_load_are_not_made() -> None:
 def test_a_group_of_few_neighbours_in_memory_is_no_part() -> None:
     """Channels-last: three channels of a group are beside those of others."""
     nest = norm_like({"n": 64, "g": 2, "c": 3, "s": 64}, "gc").nest()
-    assert group_of(nest, [0, 3, 1, 2]) is None
+    assert group_of(Analysis(nest), [0, 3, 1, 2]) is None
 
 
 # GroupNorm and its like, from PyTorch code.

@@ -16,6 +16,7 @@ from fusion_compiler.codegen.emit import fills_threads
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.loops import INNER, LARGEST_TILE, Load, LoopNest
 from fusion_compiler.schedule import tiles
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.verifier import refusal
 from tests.exactness import Compiled, Schedules, not_as_close, rounding_noise, wide
@@ -166,7 +167,8 @@ def placed(word: str) -> Schedules:
     """Return what has the placements of a nest with a word in them."""
 
     def schedules(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Any, ...]:
-        return tuple(p for p in tiles.candidates(loops) if word in str(p) and refusal(loops, p) is None)
+        every = tiles.candidates(Analysis(loops))
+        return tuple(p for p in every if word in str(p) and refusal(loops, p) is None)
 
     return schedules
 
