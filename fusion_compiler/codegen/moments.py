@@ -10,11 +10,7 @@ correction for that.
 
 from __future__ import annotations
 
-import torch
-
 from fusion_compiler.ir.loops import LoopNest, operands_of
-
-_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def scale_of(count: int) -> float:

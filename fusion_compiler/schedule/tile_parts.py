@@ -29,6 +29,7 @@ from fusion_compiler.schedule.placement import At, Directive, Place, Placement, 
 from fusion_compiler.schedule.row_widths import ALONE, MOST_PARTS
 from fusion_compiler.schedule.shapes import padded, warps_of
 
+ORDER = (Place.SHARED, Place.LOOP, Place.LANES)  # of the directives of a group
 LEAST_NEIGHBOURS = 16  # elements: a sector of 32 bytes
 LEAST_TERMS = 16  # of a part of a sum: what is stored of each is little beside what was read
 ENOUGH_FILLED = 18  # twentieths of a tile that axes should fill: fewer lanes behind their ends gain nothing
@@ -79,29 +80,33 @@ def parts(
         shared = {k: ceil(blocks[k] / turns[k]) for k in inside}
         if prod(shared.values()) > most_parts:
             continue
-        splits = list[Directive]()
-        places: dict[Place, list[Directive]] = {Place.SHARED: [], Place.LOOP: [], Place.LANES: []}
-        for k in inside:
-            name, in_program = loops.axes[k].name, turns[k] * tile[k]
-            if shared[k] > 1 and in_program > 1:
-                splits.append(Split(name, in_program))
-                places[Place.SHARED].append(At(f"{name}.o", Place.SHARED))
-                name = f"{name}.i"
-            elif shared[k] > 1:
-                places[Place.SHARED].append(At(name, Place.SHARED))
-                continue
-            if turns[k] > 1 and tile[k] > 1:
-                splits.append(Split(name, tile[k]))
-                places[Place.LOOP].append(At(f"{name}.o", Place.LOOP))
-                name = f"{name}.i"
-            is_loop = turns[k] > 1 and tile[k] == 1
-            place = Place.LOOP if is_loop else Place.LANES
-            places[place].append(At(name, place))
-        directives = (*splits, *around, *(d for of_place in places.values() for d in of_place))
+        of_axes = [_directives(loops.axes[k].name, shared[k], turns[k], tile[k]) for k in inside]
+        splits = (split for of_axis, _ in of_axes for split in of_axis)
+        places = [at for _, of_axis in of_axes for at in of_axis]
+        directives = (*splits, *around, *sorted(places, key=lambda at: ORDER.index(at.place)))
         warps = max(1, warps_of(warps, device) * prod(tile.values()) // block)
         is_filled = all(sizes[k] % (turns[k] * tile[k]) == 0 for k in inside)
         if is_filled or not registers:  # masks need registers as well
             yield Placement(directives, warps, registers=registers[0] if registers else None)
+
+
+def _directives(name: str, shared: int, turns: int, lanes: int) -> tuple[list[Split], list[At]]:
+    """Return how an axis is split and placed for so many programs, turns of each, and lanes."""
+    splits: list[Split] = []
+    places: list[At] = []
+    if shared > 1 and turns * lanes == 1:
+        return splits, [At(name, Place.SHARED)]
+    if shared > 1:
+        splits.append(Split(name, turns * lanes))
+        places.append(At(f"{name}.o", Place.SHARED))
+        name = f"{name}.i"
+    if turns > 1 and lanes == 1:
+        return splits, [*places, At(name, Place.LOOP)]
+    if turns > 1:
+        splits.append(Split(name, lanes))
+        places.append(At(f"{name}.o", Place.LOOP))
+        name = f"{name}.i"
+    return splits, [*places, At(name, Place.LANES)]
 
 
 def _tile(inside: Sequence[int], sizes: Mapping[int, int], room: int) -> dict[int, int]:
