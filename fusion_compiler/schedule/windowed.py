@@ -116,9 +116,9 @@ def windows_of(loops: LoopNest) -> Windows | None:
     are_known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
     if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
         votes = Counter({key: elements for key, elements in votes.items() if key not in pairs})
-    if not pairs or not votes or not are_known:
+    vector = max(votes, key=votes.__getitem__, default=None)
+    if not pairs or vector is None or vector in pairs or not are_known:  # no tile lies along taps
         return None
-    vector = max(votes, key=votes.__getitem__)
     positions = [position for position, _ in pairs.values()]
     sliding = [(tap, position) for tap, (position, _) in pairs.items() if position != vector]
     slide = max(sliding, default=None)
