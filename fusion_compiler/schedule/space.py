@@ -56,7 +56,7 @@ def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no schedule runs a loop nest on a device, or None if some do."""
     if not a.in_rows:
         if windowed.runs(a.loops):
-            return None if windowed.best(a.loops, device) else windowed.REFUSAL
+            return None if windowed.best(a, device) else windowed.REFUSAL
         return tiles.refuses(a, device)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
@@ -74,7 +74,7 @@ def schedules(
     """
     a = Analysis(loops)
     if not a.in_rows and windowed.runs(loops):
-        return windowed.placements(loops, device, hints)
+        return windowed.placements(a, device, hints)
     roofline = Roofline(a, device, buffers_of(loops) | dict(buffers), hints)
     if a.in_rows:
         return tuple(placement_of(a, tile) for tile in row_tiles(a, roofline))

@@ -88,7 +88,8 @@ class Windows:
 
 
 def windows_of(loops: LoopNest) -> Windows | None:
-    """Return the windows of a nest, or None if it has none of known size."""
+    """Return the windows of a nest, or None if it has none of known size, or if neighbours in memory lie
+    along taps, of which no tile has several."""
     sizes = [hint(axis.size) for axis in loops.axes]
     reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
     both: dict[int, tuple[int, int]] = {}  # an axis that is reduced -> one that is kept, and the stride
@@ -117,7 +118,7 @@ def windows_of(loops: LoopNest) -> Windows | None:
     if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
         votes = Counter({key: elements for key, elements in votes.items() if key not in pairs})
     vector = max(votes, key=votes.__getitem__, default=None)
-    if not pairs or vector is None or vector in pairs or not are_known:  # no tile lies along taps
+    if not pairs or vector is None or vector in pairs or not are_known:
         return None
     positions = [position for position, _ in pairs.values()]
     sliding = [(tap, position) for tap, (position, _) in pairs.items() if position != vector]
@@ -196,29 +197,29 @@ class _Shape:
 
 
 def placements(
-    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
+    a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
-    legal = (placement for placement, _ in _legal(loops, windows_of(loops), device, hints))
+    legal = (placement for placement, _ in _legal(a, windows_of(a.loops), device, hints))
     return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
 
 
 def best(
-    loops: LoopNest, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
+    a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Windows, _Shape] | None:
     """Return the windows of a nest and the shape of its best placement; None if it has none."""
-    windows = windows_of(loops)
-    candidate = next(_legal(loops, windows, device, hints), None)
+    windows = windows_of(a.loops)
+    candidate = next(_legal(a, windows, device, hints), None)
     return None if windows is None or candidate is None else (windows, candidate[1])
 
 
 def _legal(
-    loops: LoopNest, windows: Windows | None, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+    a: Analysis, windows: Windows | None, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
 ) -> Iterator[tuple[Placement, _Shape]]:
     """Yield the placements that run a nest, best first, with their shapes."""
     if windows is None:
         return
-    a, shapes = Analysis(loops), dict.fromkeys(_shapes(loops, windows, device, hints))
+    loops, shapes = a.loops, dict.fromkeys(_shapes(a.loops, windows, device, hints))
     for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
         run = Run(a, _placement(loops, windows, shape))
         if refusal_of(run) is None and run.registers <= MOST_REGISTERS:
@@ -374,13 +375,13 @@ def issue_us(
 
 
 def cost(
-    loops: LoopNest,
+    a: Analysis,
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo],
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> Cost:
     """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
-    windows_and_shape = best(loops, device, hints)
+    loops, windows_and_shape = a.loops, best(a, device, hints)
     if windows_and_shape is None:
         raise LookupError(REFUSAL)
     windows, shape = windows_and_shape

@@ -22,6 +22,7 @@ from fusion_compiler.runtime import cuda
 from fusion_compiler.runtime.launch import Runner, interpret
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import windowed
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Access, Placement, Via
 from fusion_compiler.schedule.shapes import padded
 from fusion_compiler.schedule.verifier import refusal
@@ -90,7 +91,7 @@ def test_a_convolution_and_its_filters_gradient_load_boxes(geometry: tuple[int, 
         (filter_gradient(n, size, c, geometry), ("x", "g"), of_filters[:, 0]),
     ):
         buffers["out"] = described(out=tuple(truth.shape))["out"]
-        found = [through(placement, *names) for placement in windowed.placements(loops, H200)]
+        found = [through(placement, *names) for placement in windowed.placements(Analysis(loops), H200)]
         boxed = [placement for placement in found if refusal(loops, placement, buffers, H200) is None]
         assert boxed, refusal(loops, found[0], buffers, H200)
         for placement in random.sample(boxed, min(2, len(boxed))):

@@ -17,6 +17,7 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import COLS, INNER, Compute, Coordinate, InRange, LoopNest, Reduce, Value
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule import windowed
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.shapes import padded
 from fusion_compiler.schedule.verifier import refusal
@@ -130,7 +131,7 @@ def test_every_placement_of_a_convolution_is_right(geometry: tuple[int, ...]) ->
     truth = F.silu(F.conv2d(image, filters, bias.double(), stride, padding, dilation, c)).permute(0, 2, 3, 1)
     loops = convolution(n, size, c, geometry)
     shapes = {"x": (n, size, size, c), "w": (c, kernel, kernel), "bias": (c,), "out": (n, out, out, c)}
-    placements = windowed.placements(loops, H200)
+    placements = windowed.placements(Analysis(loops), H200)
     assert placements
     for placement in random.sample(placements, min(3, len(placements))):
         assert close(run(built(loops, placement, shapes), x=x, w=w, bias=bias), truth), placement
@@ -150,7 +151,7 @@ def test_every_placement_of_its_gradients_is_right(geometry: tuple[int, ...]) ->
         (image_gradient(n, size, c, geometry), of_image.permute(0, 2, 3, 1)),
         (filter_gradient(n, size, c, geometry), of_filters[:, 0]),
     ):
-        placements = windowed.placements(loops, H200)
+        placements = windowed.placements(Analysis(loops), H200)
         assert placements
         for placement in random.sample(placements, min(3, len(placements))):
             program = built(loops, placement, shapes | {"out": tuple(truth.shape)})

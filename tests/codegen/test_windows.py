@@ -19,7 +19,8 @@ from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule.analysis import Analysis
-from tests.convolutions import depthwise_cases
+from fusion_compiler.schedule.windowed import windows_of
+from tests.convolutions import Depthwise, depthwise_cases
 from tests.passes import test_pooling
 from tests.passes.test_windows import AFTER, BEFORE, PASSES, Recorder, around, graph, ops_of, outputs
 from tests.pooling import POOLINGS, pooling_cases
@@ -79,6 +80,25 @@ def test_kernels_give_what_a_library_computes(name: str, before: str, after: str
 def test_kernels_of_pooling_give_what_a_library_computes(name: str, before: str, after: str) -> None:
     for case in pooling_cases(4):
         check(test_pooling.around(case, name, before, after), *case.tensors(torch.float32), case=case)
+
+
+@pytest.mark.parametrize("name", [*PASSES, *POOLINGS])
+def test_most_cases_have_kernels(name: str) -> None:
+    """The tests above compare nothing where a nest is refused."""
+    if name in PASSES:
+        every = [(around(case, name), case.tensors(torch.float32)) for case in depthwise_cases(24)]
+    else:
+        every = [(test_pooling.around(c, name), c.tensors(torch.float32)) for c in pooling_cases(24)]
+    assert sum(bool(programs_of(function, *tensors)[0]) for function, tensors in every) >= 12
+
+
+def test_a_nest_whose_neighbours_are_taps_runs_without_windows() -> None:
+    small = Depthwise(1, 2, (8,), (3,), (2,), (1,), (1,), (False,) * 3, seed=random.randrange(1 << 30))
+    function, tensors = around(small, "kernel gradient"), small.tensors(torch.float32)
+    built = graph(function, *tensors)
+    assert windows_of(simplify(lower(built, ops_of(built), outputs(built)))) is None
+    assert programs_of(function, *tensors)[0]
+    check(function, *tensors, case=small)
 
 
 @pytest.mark.parametrize("name", ["maximum", "place"])

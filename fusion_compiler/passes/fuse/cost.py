@@ -62,7 +62,7 @@ def cost_of(
     analysis = analysis or Analysis(loops)
     if not windowed.runs(loops):
         return cheapest(Roofline(analysis, device, buffers, hints))
-    cost = windowed.cost(loops, device, buffers, hints)
+    cost = windowed.cost(analysis, device, buffers, hints)
     return replace(cost, us=cost.us + 1e6 * work_in_windows(loops, hints) / device.fp32_per_s)
 
 
