@@ -112,10 +112,8 @@ def placement_of(a: Analysis, s: RowTile) -> Placement:
             if len(axes) > 1:
                 name = NAMES[group]
                 cuts.append(Fuse(tuple(axis.name for axis in axes), name))
-            of_group = directives_of(name, a, s)
-            cuts += of_group[0]
-            outer += of_group[1]
-            lanes += of_group[2]
+            for directives, more in zip((cuts, outer, lanes), directives_of(name, a, s), strict=True):
+                directives += more
     outer += [At(a.loops.axes[axis].name, Place.LOOP) for axis in sorted(a.ragged)]
     if a.across_rows and not a.ends_in_a_row:
         programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
@@ -125,7 +123,7 @@ def placement_of(a: Analysis, s: RowTile) -> Placement:
     return Placement((*cuts, *outer, *lanes), s.num_warps, s.num_stages, s.registers)
 
 
-# Directives that cut an axis, that place its parts outside of a tile, and inside.
+# The directives that cut an axis, those that place its parts outside of a tile, and those inside of one.
 Directives = tuple[list[Directive], list[Directive], list[Directive]]
 
 
@@ -134,9 +132,11 @@ def _of_rows(name: str, a: Analysis, s: RowTile) -> Directives:
     if s.block_rows > 1 and s.programs is None and isinstance(size, int) and padded(size) == s.block_rows:
         return [], [], [At(name, Place.LANES)]
     if s.word and s.rows_apart > 1:  # the rows of a block begin at the same place of a word
-        cuts = [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows)]
-        outer = [At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP)]
-        return [*cuts], [*outer], [At(f"{name}.o.i", Place.LANES)]
+        return (
+            [Split(name, s.rows_apart), Split(f"{name}.o", s.block_rows)],
+            [At(f"{name}.i", Place.GRID), At(f"{name}.o.o", Place.LOOP)],
+            [At(f"{name}.o.i", Place.LANES)],
+        )
     block: list[Directive] = []
     lanes: list[Directive] = []
     if s.block_rows > 1:
@@ -145,8 +145,8 @@ def _of_rows(name: str, a: Analysis, s: RowTile) -> Directives:
         return block, [At(name, Place.GRID)], lanes
     if s.programs == 1:
         return block, [At(name, Place.LOOP)], lanes
-    outer = [At(f"{name}.i", Place.GRID), At(f"{name}.o", Place.LOOP)]
-    return [*block, Split(name, s.programs)], [*outer], lanes
+    turns: list[Directive] = [At(f"{name}.i", Place.GRID), At(f"{name}.o", Place.LOOP)]
+    return [*block, Split(name, s.programs)], turns, lanes
 
 
 def _of_cols(name: str, a: Analysis, s: RowTile) -> Directives:

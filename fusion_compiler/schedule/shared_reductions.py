@@ -19,12 +19,7 @@ from functools import cached_property
 from math import prod
 from typing import cast
 
-from fusion_compiler.ir.loops import (
-    LoopNest,
-    Reduce,
-    operands_of,
-    with_operands,
-)
+from fusion_compiler.ir.loops import LoopNest, Reduce, operands_of, with_operands
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
@@ -42,7 +37,7 @@ def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedRe
 
 @dataclass(frozen=True)
 class SharedReductions:
-    """The reductions that programs share, and what they do with these.
+    """The reductions that programs share, and what the programs do with them.
 
     leaves: by reduction, the leaves of the grid whose programs have its parts.
     partial: the reductions of which programs store their parts. exchanged: those that programs exchange.

@@ -91,7 +91,8 @@ def parts(
 
 
 def _directives(name: str, shared: int, turns: int, lanes: int) -> tuple[list[Split], list[At]]:
-    """Return how an axis is split and placed for so many programs, turns of each, and lanes."""
+    """Return the directives that split an axis and place its parts: one part for each of `shared` programs,
+    which each take `turns` with `lanes` elements."""
     splits: list[Split] = []
     places: list[At] = []
     if shared > 1 and turns * lanes == 1:

@@ -39,7 +39,7 @@ def refusal(
 def refusal_of(
     run: Run, buffers: Mapping[str, Buffer] = NO_BUFFERS, device: DeviceSpec | None = None
 ) -> str | None:
-    """Return why a run is not possible, or None if it is. buffers, device: where the placement has
+    """Return why a nest cannot run as a run says, or None if it can. buffers, device: where the placement has
     descriptors; those buffers, and all that the nest stores, and the device if it is known."""
     loops, placement, leaves, copies = run.a.loops, run.placement, run.leaves, 1
     for leaf in leaves:
