@@ -269,7 +269,9 @@ def test_fresh_programs(number: int) -> None:
         program, shapes, summed = drawn(Random(each))
         print(f"drawn from {each}")
         tensors = given(*shapes, place=5)
-        assert kernels_of(program, tensors, noise_of(program, tensors, summed)) <= 4
+        # of three rows, what is computed of parts may have kernels of its own: x + 1, the product, and three
+        most = 4 if shapes[0][0] < 3 else 5
+        assert kernels_of(program, tensors, noise_of(program, tensors, summed)) <= most
 
 
 def noise_of(
