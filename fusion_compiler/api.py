@@ -26,7 +26,6 @@ from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.graphs import copied
-from fusion_compiler.capture.in_place import written_in_place
 from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.emit import emit
@@ -43,6 +42,7 @@ from fusion_compiler.errors import (
     TorchScriptError,
     UnsupportedDtypeError,
     WarnOnce,
+    closest,
     of_process,
 )
 from fusion_compiler.ir.breaks import GraphBreak
@@ -56,12 +56,11 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
 from fusion_compiler.options import Options, When
 from fusion_compiler.passes.chunks.body import examples
-from fusion_compiler.passes.chunks.chunk import chunk_losses
-from fusion_compiler.passes.chunks.gradients import chunk_gradients, large_logits
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.dependent import launched_dependently
 from fusion_compiler.passes.fuse.step_time import StepTime, step_time
@@ -75,10 +74,10 @@ from fusion_compiler.passes.patterns.trace import (
     traced_gradient,
     traced_hint,
 )
-from fusion_compiler.passes.rewrites import RewriteNote, rewrites_for
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
 from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
+from fusion_compiler.pipeline import NAMES, passes_at
 from fusion_compiler.runtime.builds import prepare
 from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
@@ -197,6 +196,11 @@ class Compiler:
     def __init__(
         self, options: Options, patterns: Sequence[Pattern] = DEFAULT_PATTERNS, *, asked: bool = False
     ) -> None:
+        if unknown := [name for name in options.disable if name not in NAMES]:
+            nearest = closest(unknown[0], NAMES)
+            expected = "a name that `fusion-compiler passes` lists"
+            expected += f", such as {nearest!r}" if nearest else ""
+            raise InvalidOptionError(option="disable", value=unknown[0], expected=expected)
         self.options, self.asked = options, asked
         self.patterns = checked(patterns)
         self.user_patterns = tuple(p for p in self.patterns if p not in DEFAULT_PATTERNS)
@@ -221,7 +225,7 @@ class Compiler:
     def backend(self) -> Callable[..., Any]:
         check = KernelCheck(self.plans.verification, self.warned) if self.options.verify else None
         user_rewrites = replace_patterns(self.patterns, check)
-        rewrites = rewrites_for(self.options.numerics)
+        rewrites = self.passes_at(Level.ABOVE_AUTOGRAD)
         rewrites = rewrites if user_rewrites is None else (user_rewrites, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         rarely = rare_collections()
@@ -232,13 +236,14 @@ class Compiler:
                 graph,
                 rewrites=rewrites,
                 decompositions=decomposition_table,
-                joint_rewrite=chunk_losses,
+                joint_rewrite=self.rewrite_joint,
                 give_up=self.give_up,
                 split=split,
                 options=f"{self.options} asked={self.asked}",
                 telling=user_rewrites is None,  # the name of a user pattern does not say what it does
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,
+                after=self.debug.stage,
             )
         )
         return rarely(backend)
@@ -248,12 +253,10 @@ class Compiler:
         began = self.stages.seconds
         self.debug.stage(info.name, "capture", gm)
         if info.phase is Phase.BACKWARD:
-            gm, chunks = with_chunked_gradients(gm)
-            info = replace(info, rewrites=(*info.rewrites, *chunks))
+            gm, info = self.after_passes(Level.BACKWARD, gm, info)
         gm = self.with_inner_graphs(self.with_chunks(gm, info), info)
         self.stages.enter("read")
-        written, writes = written_in_place(gm)
-        info = replace(info, rewrites=(*info.rewrites, *writes))
+        written, info = self.after_passes(Level.GRAPH, gm, info)
         dag = build(written, source_of)
         self.progress.say(f"captured {info.name} ({len(dag.order) - len(dag.inputs)} ops)")
         kind = device_type(dag)
@@ -326,6 +329,24 @@ class Compiler:
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
+
+    def passes_at(self, level: Level) -> tuple[Pass, ...]:
+        return passes_at(level, self.options.numerics, self.options.disable)
+
+    def rewrite_joint(self, graph: fx.Graph) -> Notes:
+        """Apply the passes over forward and backward together to a graph, in place."""
+        return tuple(note for each in self.passes_at(Level.JOINT) for note in each.apply(graph))
+
+    def after_passes(
+        self, level: Level, gm: fx.GraphModule, info: GraphInfo
+    ) -> tuple[fx.GraphModule, GraphInfo]:
+        """Return a graph after the passes of a level, and its description with their notes."""
+        for each in self.passes_at(level):
+            before, (gm, notes) = gm, each.apply(gm)
+            info = replace(info, rewrites=(*info.rewrites, *notes))
+            if gm is not before:
+                self.debug.stage(info.name, each.name, gm)
+        return gm, info
 
     def decided(self, info: GraphInfo, handover: Handover | None, text: str) -> None:
         """Note what calls of a graph have shown about its CUDA graph."""
@@ -652,21 +673,6 @@ def check(pattern: Pattern) -> None:
     check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)
-
-
-def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Sequence[RewriteNote]]:
-    """Return (a copy of a backward graph that computes gradients of large logits in chunks, notes).
-
-    Return the graph itself if it has no such logits.
-    """
-    if not large_logits(gm.graph):
-        return gm, ()
-    copy, _ = copied(gm)
-    notes = chunk_gradients(copy.graph)
-    if not any(note.applied for note in notes):
-        return gm, notes
-    copy.recompile()
-    return copy, notes
 
 
 def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:

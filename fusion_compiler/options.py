@@ -59,6 +59,7 @@ class Options:
         to speak of, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others
         computed again, until an estimate keeps it; where none does, the least is taken, and the plan says so.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
+    disable: names of passes to leave out, as `fusion-compiler passes` lists them.
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
@@ -76,6 +77,7 @@ class Options:
     dependent_launch: bool | Literal["auto"] = "auto"
     memory: float | int | Literal["fast"] = "fast"
     progress: bool = True
+    disable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
@@ -100,6 +102,10 @@ class Options:
         if not _is_budget(self.memory):
             expected = '"fast", a fraction from 0.0 to 1.0, or a number of bytes above 1'
             raise InvalidOptionError(option="memory", value=self.memory, expected=expected)
+        if isinstance(self.disable, str):
+            expected = "a tuple of names of passes"
+            raise InvalidOptionError(option="disable", value=self.disable, expected=expected)
+        object.__setattr__(self, "disable", tuple(self.disable))
         if self.device is not None:
             device_spec(self.device)
 

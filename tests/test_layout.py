@@ -39,11 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "api": {
         "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture", "optimizer",
-        "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites",
+        "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
+    "pipeline": {"ir", "capture", "passes.chunks", "passes.rewrites"},
     "optimizer": {"errors", "ir", "options", "schedule", "codegen", "runtime", "capture", "passes.lower"},
     "report": {"errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "api"},
-    "cli": {"errors", "ir", "options", "runtime", "api", "report"},
+    "cli": {"errors", "ir", "options", "pipeline", "runtime", "api", "report"},
     "__main__": {"cli"},
 }  # fmt: skip
 

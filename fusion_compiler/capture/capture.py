@@ -64,7 +64,7 @@ from fusion_compiler.ir import record
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.rewrite_note import Notes, Rewrite, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
@@ -92,7 +92,7 @@ def raising(name: str, error: Exception) -> None:
 def make_backend(
     compile_graph: CompileGraph,
     *,
-    rewrites: Sequence[Rewrite],
+    rewrites: Sequence[Pass],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
     joint_rewrite: Callable[[fx.Graph], Notes] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
@@ -101,6 +101,7 @@ def make_backend(
     telling: bool = False,
     stages: Stages | None = None,
     meanwhile: Callable[[], bool] = lambda: False,
+    after: Callable[[str, str, fx.GraphModule], None] = lambda name, step, graph: None,
 ) -> Backend:
     """Return a backend for `torch.compile(model, backend=...)`.
 
@@ -120,6 +121,7 @@ def make_backend(
         neither traced above autograd nor rewritten again.
     stages: told of the seconds of "rewrites" and "autograd".
     meanwhile: whether what the last graph needs is still being compiled, so that it costs nothing to go on.
+    after(name, step, graph): told of each graph that a rewrite changed, above autograd.
     """
     stages = stages or Stages()
     numbers = itertools.count()
@@ -139,7 +141,7 @@ def make_backend(
         try:
             entry = enter(gm, (*held, *inputs))
             with stages.of("autograd"), traced_gradients():
-                run = entry.around(compiled(compilers, entry.graph, entry.inputs, traced))
+                run = entry.around(compiled(compilers, name, entry.graph, entry.inputs, traced))
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
         except Exception as error:
@@ -154,7 +156,7 @@ def make_backend(
         return functools.partial(run, *held) if held else run
 
     def compiled(
-        compilers: _Compilers, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
+        compilers: _Compilers, name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
     ) -> Callable[..., Any]:
         key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
         recorded = kept.get(key) if key is not None else None
@@ -164,7 +166,8 @@ def make_backend(
             except _AbsentError:
                 pass
         with stages.of("rewrites"):
-            rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced)
+            told = functools.partial(after, name)
+            rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced, after=told)
         try:
             run = compilers.compile(rewritten, inputs, notes, decompositions())
             if key is not None and compilers.key is not None:
@@ -498,20 +501,29 @@ def _unboxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rewrite(
-    gm: fx.GraphModule, inputs: Sequence[Any], rewrites: Sequence[Rewrite], *, traced: bool = False
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    passes: Sequence[Pass],
+    *,
+    traced: bool = False,
+    after: Callable[[str, fx.GraphModule], None] = lambda name, graph: None,
 ) -> tuple[fx.GraphModule, Notes]:
-    """Return the pre-autograd form of `gm` (or `gm`, if it is `traced`) after `rewrites`, or `gm` and a
-    note."""
-    if not rewrites:
+    """Return the pre-autograd form of `gm` (or `gm`, if it is `traced`) after `passes`, or `gm` and a note.
+
+    after: called with the name of each pass that changed the graph, and the graph.
+    """
+    if not passes:
         return gm, ()
     try:
         graph = gm if traced else trace_pre_autograd(gm, inputs)
     except UntraceableError as reason:
         return gm, (RewriteNote("pre-autograd", "", False, str(reason)),)
     notes: Notes = ()
-    for rule in rewrites:
-        graph, more = rule(graph)
+    for each in passes:
+        before, (graph, more) = graph, each.apply(graph)
         notes += more
+        if graph is not before:
+            after(each.name, graph)
     return graph, notes
 
 

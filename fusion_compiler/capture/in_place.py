@@ -37,11 +37,12 @@ from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.ops import Kind, is_always_held, spec_of
 from fusion_compiler.ir.put import put
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, Refused, RewriteNote
 from fusion_compiler.ir.schema import written
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
+RULE = "in place"
 # Scatters into a view, and the view.
 PARTS = {
     aten.slice_scatter.default: aten.slice.Tensor,
@@ -199,13 +200,13 @@ class _Writes:
             except Refused as reason:
                 if home in self.copies:
                     why = f"it is copied to where it belongs, as {reason}"
-                    notes.append(RewriteNote("in place", name, False, why))
+                    notes.append(RewriteNote(RULE, name, False, why))
                 continue
             new = self.latest[home] = self.rewritten(write)
             for reader in readers:
                 self.before.setdefault(reader, []).append(new)
             where = "an argument" if home.op == "placeholder" else "a result that dies"
-            notes.append(RewriteNote("in place", name, True, f"written into {where}"))
+            notes.append(RewriteNote(RULE, name, True, f"written into {where}"))
         for copy in self.graph.find_nodes(op="call_function", target=COPY):
             copy.replace_all_uses_with(copy.args[0])  # of views that are returned, which read nothing
         self.in_order()
@@ -403,3 +404,13 @@ def place(node: fx.Node) -> object:
             value = view.target(value, *values[0], **values[1])  # type: ignore[operator,index]
     sizes: Iterable[Sequence[Any]] = (value.shape, value.stride(), (value.storage_offset(),))
     return node, tuple(map(dim_of, itertools.chain.from_iterable(sizes)))
+
+
+IN_PLACE_WRITES = Pass(
+    RULE,
+    written_in_place,
+    does="Write parts of a tensor into its own memory.",
+    when="every reader of the tensor's old value comes before the write",
+    gains="a copy of the tensor fewer",
+    level=Level.GRAPH,
+)

@@ -52,6 +52,9 @@ EXAMPLES = {
   fusion-compiler profile model.py:example            what each kernel takes, beside the prediction
   fusion-compiler cache size                          what is kept on disk
   fusion-compiler doctor                              does this machine have all that is needed?""",
+    "passes": """examples:
+  fusion-compiler passes
+  fusion-compiler passes --json - | jq '.[].name'""",
     "explain": """examples:
   fusion-compiler explain model.py:example
   fusion-compiler explain model.py:example --device a100 --html plan.html
@@ -154,8 +157,9 @@ def parser() -> argparse.ArgumentParser:
 
     caching = add("cache", "what is kept on disk: list it, clear it, or its size", cache)
     caching.add_argument("action", choices=("list", "clear", "size"))
+    listing = add("passes", "the passes over a graph in order, for compile(..., disable=(name,))", passes)
     diagnosing = add("doctor", "check versions, device, toolchain, caches, and a kernel", doctor)
-    for each in (caching, diagnosing):
+    for each in (caching, listing, diagnosing):
         each.add_argument("--json", metavar="PATH", help="as data; - is stdout, and nothing else")
     return top
 
@@ -253,6 +257,22 @@ def cache(chosen: argparse.Namespace) -> int:
         _write(chosen.json, _data(data))
     if chosen.json != "-":
         print(text)
+    return DONE
+
+
+def passes(chosen: argparse.Namespace) -> int:
+    """Print the passes in the order in which they run."""
+    from fusion_compiler.pipeline import PASSES
+
+    fields = ("name", "level", "does", "when", "gains", "rounds_as_eager")
+    if chosen.json:
+        _write(chosen.json, _data([{field: getattr(each, field) for field in fields} for each in PASSES]))
+    if chosen.json != "-":
+        for each in PASSES:
+            lines = [f"{each.name}  ({each.level})", f"  {each.does}", f"  when: {each.when}"]
+            lines += [f"  gains: {each.gains}"] if each.gains else []
+            lines += [] if each.rounds_as_eager else ['  left out with numerics="eager"']
+            print(*lines, sep="\n")
     return DONE
 
 

@@ -309,7 +309,7 @@ def test_operators_of_our_own_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         again = compiled(net)
         torch.testing.assert_close(step(again, x), step(net, x))
         assert captured(again) == {expected}
-        assert again.plan[0].notes["channels innermost"].startswith("done")
+        assert again.plan[0].notes["channels last"].startswith("done")
 
 
 def test_a_gradient_that_nobody_sends_is_left_out_of_a_graph_from_disk() -> None:

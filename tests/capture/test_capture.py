@@ -20,19 +20,23 @@ from fusion_compiler.capture import pre_autograd
 from fusion_compiler.capture.capture import Backend, make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.rewrite_note import Level, Pass, RewriteNote
 from fusion_compiler.ir.sources import source_of
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES, Rewrite, RewriteNote, vocabulary
+from fusion_compiler.passes.rewrites import vocabulary
+from fusion_compiler.pipeline import passes_at
 from tests import models
 
 # Dynamo looks at .grad of whatever a graph break hands on.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+ABOVE = passes_at(Level.ABOVE_AUTOGRAD)
 
 
 @dataclass
 class Captured:
     """A backend that runs the graphs as they are and keeps them."""
 
-    rewrites: Sequence[Rewrite] = DEFAULT_REWRITES
+    rewrites: Sequence[Pass] = ABOVE
     graphs: list[tuple[fx.GraphModule, GraphInfo]] = field(default_factory=list)
     saved: int = 0  # bytes that all forward calls have kept for backward
 
@@ -482,7 +486,7 @@ def test_a_custom_autograd_function_is_one_node_among_those_that_are_rewritten()
 
     x, y = (torch.rand(*shape).div(4).requires_grad_() for shape in ((2, 16, 64), (16, 64)))
     captured = same(model, x, y)
-    assert any(note.startswith("written-out attention") and "one call" in note for note in captured.notes())
+    assert any(note.startswith("fused attention") and "one call" in note for note in captured.notes())
 
 
 def test_a_custom_autograd_function_that_changes_its_argument_is_left_to_autograd() -> None:
@@ -499,7 +503,8 @@ def test_a_rewrite_that_autograd_refuses_is_undone() -> None:
         gm.recompile()
         return gm, (RewriteNote("transposed", "view", True, "for the test"),)
 
-    captured = same(lambda x: (x + 1).view(-1), torch.randn(3, 4), captured=Captured((transposed,)))
+    refused = Pass("transposed", transposed, "Transpose what is viewed.", "always")
+    captured = same(lambda x: (x + 1).view(-1), torch.randn(3, 4), captured=Captured((refused,)))
     first, second = captured.notes()
     assert "undone, autograd refused" in first
     assert second == "transposed: view left: for the test; undone"
@@ -509,7 +514,7 @@ def test_an_error_of_compile_graph_is_not_swallowed() -> None:
     def fails(gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Any:
         raise ZeroDivisionError(info.name)
 
-    backend = make_backend(fails, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+    backend = make_backend(fails, rewrites=ABOVE, decompositions=decomposition_table)
     with pytest.raises(Exception, match=r"graph0\.inference") as caught:
         torch.compile(lambda x: x + 1, backend=backend)(torch.randn(3))
     assert isinstance(caught.value.inner_exception, ZeroDivisionError)

@@ -67,7 +67,7 @@ def checked(f: Callable[..., Tensor], *inputs: Tensor | None) -> fc.FusionPlan:
 def test_one_query(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     plan = checked(attention, *tensors(*sizes, dtype))
     assert len(plan.clusters) <= 2, "one of the chunks, one of what they add up to, or one of all"
-    assert "few queries: done" in str(plan)
+    assert "decode attention: done" in str(plan)
 
 
 def test_keys_that_are_values_as_well() -> None:
@@ -166,7 +166,7 @@ def test_capped_scores(groups: int, masked: bool) -> None:
     mask = torch.where(padding(4, 200)[:3], 0.0, torch.finfo(torch.float32).min) if masked else None
     plan = checked(capped, *tensors(3, 2, groups, 200, 32), mask)
     # One more tells the queries all of whose keys are masked, which are NaN in a softmax.
-    assert len(plan.clusters) <= 2 + masked and "written-out attention: done" in str(plan)
+    assert len(plan.clusters) <= 2 + masked and "fused attention: done" in str(plan)
 
 
 @pytest.mark.sample(2)
@@ -209,7 +209,7 @@ def test_keys_that_grow_stay_with_the_library() -> None:
     for keys in (300, 301, 302):
         q, k, v = tensors(1, 2, 1, keys, 32)
         fast(q, k, v, k[:, :, :1])
-    assert "few queries: refused: its keys grow from call to call" in str(fast.plan[-1])
+    assert "decode attention: refused: its keys grow from call to call" in str(fast.plan[-1])
 
 
 def test_quantised_caches_are_read_as_they_are() -> None:
@@ -241,7 +241,7 @@ def test_no_thread_holds_more_columns_than_there_are(size: int, keys: str) -> No
         k, v = (x.to(getattr(torch, keys)) for x in (k, v))
         mask = torch.ones(1, 1, 1, keys_of[size], dtype=torch.bool)
         (plan,) = fc.explain(masked, q, k, v, mask, device="h200").plans
-    assert "few queries: done" in str(plan)
+    assert "decode attention: done" in str(plan)
     found: list[tuple[int, int]] = []
     for program in programs_of(plan, plan.clusters[0], limit=1000):
         for kernel in program.kernels:
@@ -270,7 +270,7 @@ def refusal(f: Callable[..., Tensor], *inputs: Tensor) -> str:
     torch._dynamo.reset()
     fast = fc.compile(f, backend="eager")
     torch.testing.assert_close(fast(*inputs), f(*inputs))
-    notes = [line for line in str(fast.plan[0]).splitlines() if line.startswith("few queries")]
+    notes = [line for line in str(fast.plan[0]).splitlines() if line.startswith("decode attention")]
     return " ".join(notes)
 
 

@@ -20,7 +20,8 @@ from fusion_compiler.capture.module import CompiledFunction, Plans, plan_of, wra
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.passes.rewrites import DEFAULT_REWRITES
+from fusion_compiler.ir.rewrite_note import Level
+from fusion_compiler.pipeline import passes_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -34,7 +35,7 @@ def compiled(target: Any, **options: Any) -> Any:
         plans.record(FusionPlan(info.name, dag, (), (), (), "cpu"))
         return make_boxed_func(gm.forward)
 
-    backend = make_backend(keep, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+    backend = make_backend(keep, rewrites=passes_at(Level.ABOVE_AUTOGRAD), decompositions=decomposition_table)
     return wrap(target, backend, plans, functools.partial(compiled, **options), **options)
 
 

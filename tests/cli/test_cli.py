@@ -404,7 +404,7 @@ def test_every_command_of_the_page_parses_and_its_model_runs(
     shown = commands_in(page)
     for words in shown:
         assert commands.parser().parse_args(words).command
-    assert {words[0] for words in shown} == {"explain", "profile", "cache", "doctor"}
+    assert {words[0] for words in shown} == {"explain", "profile", "passes", "cache", "doctor"}
     options = set(re.findall(r"`(--[a-z]+)", page))
     known = {o for _, sub in _commands().items() for o in re.findall(r"--[a-z]+", sub)}
     assert options - {"--help"} == known, "the page has every option"

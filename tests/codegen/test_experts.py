@@ -195,10 +195,10 @@ def test_an_unknown_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not_as_close(ours, eager, exact_mixture(x, *weights)) is None, tokens
     few, more, *others = fast.plan
     for plan in (few, more):
-        assert "rows are not sorted" in plan.notes["experts"]
+        assert "rows are not sorted" in plan.notes["expert products"]
         assert {left.target for left in plan.leftovers} == {"aten.topk.default"}, str(plan)
     assert len(others) == 2, "of 18 and more rows of experts"
-    assert all("experts" not in plan.notes for plan in others)
+    assert all("expert products" not in plan.notes for plan in others)
 
 
 def exact_mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ def test_many_rows_stay_a_call(backend: str) -> None:
     assert [(left.target, left.reason) for left in plan.leftovers] == [
         ("aten._grouped_mm.default", "library call")
     ]
-    assert "experts" not in plan.notes
+    assert "expert products" not in plan.notes
 
 
 def test_what_is_not_worth_a_cluster_is_one_library_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites import slice_lookups
+from fusion_compiler.passes.rewrites.affine_lookups import slice_lookups
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def test_values_layouts_and_gradients_are_eagers(name: str) -> None:
     assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
     sent = torch.randn_like(theirs)
     torch.testing.assert_close(*(torch.autograd.grad(out, x, sent)[0] for out in (ours, theirs)))
-    assert "lookup by coordinates" in fast.plan[0].notes
+    assert "affine lookups" in fast.plan[0].notes
     assert [op.target for plan in fast.plan for op in plan.leftovers] == []
 
 

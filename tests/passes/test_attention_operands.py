@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites import lay_by_rows, read_in_place, scale_scores
+from fusion_compiler.passes.rewrites.attention_operands import (
+    make_operands_contiguous,
+    read_in_place,
+    scale_scores,
+)
 from tests.passes.test_rewrites import on_cuda, targets, traced, traced_on_cuda
 
 aten = torch.ops.aten
@@ -49,8 +53,8 @@ def test_a_speech_encoder_is_as_right_as_eager(numerics: str) -> None:
     torch.testing.assert_close(result, model(x))
     torch.testing.assert_close(torch.autograd.grad(result, leaves, grad), truth)
     notes = fast.plan[0].notes
-    assert "query read where it is" in notes["attention in place"]
-    assert ("attention scale" in notes) == (numerics == "default")
+    assert "query read where it is" in notes["attention operands in place"]
+    assert ("scaled scores" in notes) == (numerics == "default")
     copies = [op for c in fast.plan[0].clusters for op in c.ops if op.startswith("clone")]
     assert not copies, copies
 
@@ -263,7 +267,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 def test_a_bias_of_crossed_rows_is_copied_once_and_spread() -> None:
-    new, notes = applied(lay_by_rows, biased, *on_cuda(Q, K, V, (7, 7, 4)))
+    new, notes = applied(make_operands_contiguous, biased, *on_cuda(Q, K, V, (7, 7, 4)))
     assert [note.applied for note in notes] == [True, True]
     assert targets(new).count(COPY) == 1
     first, second = new.graph.find_nodes(op="call_function", target=SDPA)
@@ -279,7 +283,7 @@ def test_crossed_values_are_copied(dtype: torch.dtype) -> None:
         return F.scaled_dot_product_attention(split(q), split(k), crossed).sum(-1)
 
     fakes = [fake.to(dtype) for fake in on_cuda(Q, K, V)]
-    new, (note,) = applied(lay_by_rows, called, *fakes)
+    new, (note,) = applied(make_operands_contiguous, called, *fakes)
     assert note.applied and "value copied" in note.reason and COPY in targets(new)
 
 
@@ -287,4 +291,4 @@ def test_what_has_no_kernel_anyway_is_not_copied() -> None:
     for fakes in ([*inputs(), torch.randn(7, 7, 4, dtype=torch.float64)], on_cuda(Q, K, V, (7, 7, 4))):
         wide = fakes[0].device.type == "cuda"
         gm = (traced_on_cuda if wide else traced)(biased, *(f.double() for f in fakes))
-        assert lay_by_rows(gm) == (gm, ())
+        assert make_operands_contiguous(gm) == (gm, ())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler.ir.convolution_relu import convolution_relu
 from fusion_compiler.passes.rewrites import convolution_relu as rule
-from fusion_compiler.passes.rewrites import end_convolutions
+from fusion_compiler.passes.rewrites.convolution_relu import fuse_convolution_relu
 from tests.passes.test_rewrites import on_cuda, targets, traced, traced_on_cuda
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def test_a_residual_net(in_place: bool) -> None:
     torch.testing.assert_close(ours, truth)
     assert ours.stride() == truth.stride()
     (plan,) = fast.plan
-    assert plan.notes["convolution with ReLU"] == "done x7: one call"
+    assert plan.notes["convolution and ReLU"] == "done x7: one call"
     calls = [left.target for left in plan.leftovers]
     assert calls.count("fusion_compiler.convolution_relu.default") == 7
     assert calls.count("aten.convolution.default") == 1 and len(calls) == 8, "of the shorter way"
@@ -83,7 +83,7 @@ def test_training_keeps_what_relu_hides() -> None:
         called(x).square().sum().backward()
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, truth.grad)
-    assert "convolution with ReLU" not in fast.plan[0].notes
+    assert "convolution and ReLU" not in fast.plan[0].notes
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -92,7 +92,7 @@ def test_numerics_of_eager_round_before_relu() -> None:
     with torch.no_grad():
         fast = fc.compile(model, backend="interpret", strict=True, numerics="eager")
         torch.testing.assert_close(fast(x), model(x))
-    assert "convolution with ReLU" not in fast.plan[0].notes
+    assert "convolution and ReLU" not in fast.plan[0].notes
 
 
 X, W, B, Z = (2, 8, 9, 9), (8, 8, 3, 3), (8,), (2, 8, 7, 7)
@@ -142,7 +142,7 @@ OTHERS = [read_twice, doubled, broadcast, grouped, written_over, changed_between
 def test_what_is_not_a_convolution_with_relu(function: Callable[..., Tensor]) -> None:
     given = [torch.randn(s, dtype=torch.float64) for s in (X, W, B, Z)]
     given = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
-    new, notes = end_convolutions(traced(function, *given))
+    new, notes = fuse_convolution_relu(traced(function, *given))
     assert not any(note.applied for note in notes) and convolution_relu not in targets(new)
     fast: Any = fc.compile(function, backend="interpret")
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_on_a_gpu_in_16_bits(dtype: torch.dtype) -> None:
     fakes = [t.to(dtype) for t in on_cuda(X, W, B, Z)]
     fakes = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in fakes]
     with torch.no_grad():
-        new, _ = end_convolutions(traced_on_cuda(called, *fakes))
+        new, _ = fuse_convolution_relu(traced_on_cuda(called, *fakes))
     assert (convolution_relu in targets(new)) == (dtype is not torch.float32)
 
 
@@ -166,7 +166,7 @@ def test_images_channel_by_channel_stay() -> None:
         return F.relu(F.conv2d(x, w, b))
 
     gm = traced_on_cuda(called, *(t.bfloat16() for t in on_cuda(X, W, B)))
-    assert end_convolutions(gm) == (gm, ())
+    assert fuse_convolution_relu(gm) == (gm, ())
 
 
 def test_the_operator() -> None:

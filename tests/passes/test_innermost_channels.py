@@ -15,7 +15,7 @@ import fusion_compiler as fc
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites import innermost_channels
-from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
+from fusion_compiler.passes.rewrites.innermost_channels import use_channels_last
 from tests.passes.test_rewrites import on_cuda, traced_on_cuda
 
 CONVOLUTIONS = {torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default, torch.ops.aten.conv3d.default}
@@ -116,7 +116,7 @@ def test_results_and_their_layout_are_the_same(net: type[nn.Module], monkeypatch
     fast: Any = fc.compile(model, backend="interpret", strict=net is not Residual)
     ours = run(model, fast, x)
     left = net is Images  # a write through a view has to show
-    assert fast.plan[0].notes["channels innermost"].startswith("refused" if left else "done")
+    assert fast.plan[0].notes["channels last"].startswith("refused" if left else "done")
     for our, their, true in zip(ours, run(eager, eager, x), run(exact, exact, x.double()), strict=True):
         torch.testing.assert_close(our.double(), true, rtol=1e-4, atol=1e-4)
         assert steps(our) == steps(their)
@@ -139,7 +139,7 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch:
     for dtype, turned in ((torch.bfloat16, True), (torch.float32, False)):
         fakes = on_cuda(*shapes, dtype=dtype)
         gm = traced_on_cuda(function, *fakes)
-        new, notes = turn_channels(gm)
+        new, notes = use_channels_last(gm)
         assert bool(notes) == (new is not gm) == turned
         found = [n for n in new.graph.nodes if n.target in CONVOLUTIONS]
         read = [v.meta["val"] for n in found for v in n.args[:2]]
@@ -224,7 +224,7 @@ def test_inside_a_net_no_image_has_channels_first(block: str, monkeypatch: pytes
     model = Net(BLOCKS[block]()).to(torch.bfloat16)
     report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16))
     forward, backward = report.plans
-    assert forward.notes["channels innermost"].startswith("done")
+    assert forward.notes["channels last"].startswith("done")
     assert stored_channels_first(forward) == stored_channels_first(backward) == set()
 
 
@@ -261,7 +261,7 @@ def test_a_net_that_returns_a_part_of_an_image_stays(monkeypatch: pytest.MonkeyP
         return torch.ops.aten.slice.Tensor(F.conv2d(x, w), 2, 0, 6, 2)
 
     gm = traced_on_cuda(function, *on_cuda((2, 8, 8, 8), (8, 8, 3, 3)))
-    new, notes = turn_channels(gm)
+    new, notes = use_channels_last(gm)
     assert new is gm and not notes[0].applied and "part of a larger tensor" in notes[0].reason
 
 
@@ -271,4 +271,4 @@ def test_a_net_that_is_turned_already_stays() -> None:
 
     x, w = (t.to(memory_format=torch.channels_last) for t in on_cuda((2, 8, 6, 6), (8, 8, 3, 3)))
     gm = traced_on_cuda(function, x, w)
-    assert turn_channels(gm) == (gm, ())
+    assert use_channels_last(gm) == (gm, ())

@@ -14,7 +14,7 @@ import fusion_compiler as fc
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites import innermost_channels
-from fusion_compiler.passes.rewrites.innermost_channels import turn_channels
+from fusion_compiler.passes.rewrites.innermost_channels import use_channels_last
 from tests.passes.test_innermost_channels import (
     Net,
     expanding,
@@ -90,7 +90,7 @@ def test_paddings_are_part_of_the_kernels_around_a_convolution(
     model = Net(expanding(groups, 3, nn.ReLU, width=width)).to(torch.bfloat16)
     report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16))
     for plan in report.plans:
-        assert plan.notes["channels innermost"].startswith("done")
+        assert plan.notes["channels last"].startswith("done")
         assert (RULE in plan.notes) == padded
         assert stored_channels_first(plan) == set()
         if padded:
@@ -138,7 +138,7 @@ def notes_of(shape: tuple[int, ...], groups: int) -> tuple[Any, list[Any]]:
         return F.conv2d(x, w, padding=1, groups=groups).sum()
 
     gm = traced_on_cuda(function, *on_cuda(shape, (shape[1], shape[1] // groups, 3, 3)))
-    new, notes = turn_channels(gm)
+    new, notes = use_channels_last(gm)
     return new, [note for note in notes if note.rule == RULE]
 
 

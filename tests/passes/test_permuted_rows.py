@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from fusion_compiler.ir.permuted_rows import permuted_rows
-from fusion_compiler.passes.rewrites import permute_rows
+from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten

@@ -19,15 +19,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.layout import VIEWS
-from fusion_compiler.passes.rewrites import (
-    DEFAULT_REWRITES,
-    RewriteNote,
-    align_features,
-    group_queries,
-    order_rows,
-    simplify_masks,
-)
+from fusion_compiler.ir.rewrite_note import Level, RewriteNote
+from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
+from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
+from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.predicate import Bounds, Every, Formula, Le0, every, negation, some
+from fusion_compiler.passes.rewrites.vocabulary import pad_features
+from fusion_compiler.pipeline import passes_at
 from tests import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -234,7 +232,7 @@ def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) 
         notes.extend(info.rewrites)
         return make_boxed_func(gm.forward)
 
-    backend = make_backend(keep, rewrites=DEFAULT_REWRITES, decompositions=decomposition_table)
+    backend = make_backend(keep, rewrites=passes_at(Level.ABOVE_AUTOGRAD), decompositions=decomposition_table)
     with torch.no_grad():
         got = torch.compile(model, backend=backend, dynamic=dynamic)(**batch)
         want = model(**batch)
@@ -356,7 +354,7 @@ def test_grouped_queries_are_refused() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_vocabularies_are_aligned(bias: bool) -> None:
     shapes = ((2, 160, 32), (5001, 32), (5001,))[: 3 if bias else 2]
-    new, (note,) = align_features(traced_on_cuda(F.linear, *on_cuda(*shapes)))
+    new, (note,) = pad_features(traced_on_cuda(F.linear, *on_cuda(*shapes)))
     assert note.reason == "5001 output features padded to 5056"
     product = new.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
     assert tuple(product.meta["val"].shape) == (2, 160, 5056)
@@ -383,7 +381,7 @@ def test_vocabularies_are_aligned(bias: bool) -> None:
 )
 def test_what_is_not_padded(rows: int, features: int, dtype: torch.dtype, reason: str | None) -> None:
     gm = traced_on_cuda(F.linear, *on_cuda((rows, 32), (features, 32), dtype=dtype))
-    new, notes = align_features(gm)
+    new, notes = pad_features(gm)
     assert new is gm
     assert [reason] == [n.reason[: len(reason)] for n in notes] if reason else notes == ()
 
@@ -396,7 +394,7 @@ def test_rows_are_ordered_where_no_result_shows_it() -> None:
     x, w = torch.randn(2, 5, 3).transpose(1, 2), torch.randn(4, 5)
 
     def strides(function: Callable[..., Any]) -> bool:
-        new, notes = order_rows(traced(function, x, w))
+        new, notes = make_activations_contiguous(traced(function, x, w))
         want, got = function(x, w), new(x, w)
         for ours, eager in zip(got, want, strict=True):
             assert ours.stride() == eager.stride()

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.experts import deepseek
-from fusion_compiler.passes.rewrites import rewrites_for, scale_rows
+from fusion_compiler.ir.rewrite_note import Level
+from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS, scale_rows
+from fusion_compiler.pipeline import passes_at
 from tests.exactness import not_as_close
 from tests.passes.test_rewrites import targets, traced
 
@@ -67,7 +69,8 @@ def test_others_stay(function: Callable[..., Tensor]) -> None:
 
 
 def test_not_with_numerics_of_eager() -> None:
-    assert scale_rows in rewrites_for("fast") and scale_rows not in rewrites_for("eager")
+    fast, eager = (passes_at(Level.ABOVE_AUTOGRAD, numerics) for numerics in ("float32", "eager"))
+    assert SCALED_ROWS in fast and SCALED_ROWS not in eager
 
 
 @pytest.mark.parametrize("function", [experts, mixed])

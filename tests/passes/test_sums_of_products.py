@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites import multiply_sums
+from fusion_compiler.passes.rewrites.sums_of_products import multiply_sums
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten
-RULE = "sum of products"
+RULE = "sums of products"
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

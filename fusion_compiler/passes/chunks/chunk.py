@@ -28,7 +28,7 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
 from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (
@@ -311,3 +311,13 @@ def _sort(graph: fx.Graph) -> None:
                 done.add(first)
                 if first.op != "placeholder":
                     output.prepend(first)
+
+
+CHUNKED_LOSS = Pass(
+    RULE,
+    chunk_losses,
+    does="Compute a loss of large logits in chunks of rows.",
+    when="only a loss of the logits is wanted",
+    gains="the logits are never stored whole",
+    level=Level.JOINT,
+)

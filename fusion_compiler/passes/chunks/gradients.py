@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fusion_compiler.capture.graphs import copied
 from fusion_compiler.ir.chunks import Chunked, Rows, wide
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
 from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dependents
@@ -118,3 +119,28 @@ def _wide_bytes(node: fx.Node) -> int:
     """Of a sum over chunks, which is kept in float32."""
     value = node.meta["val"]
     return value.numel() * wide(value.dtype).itemsize
+
+
+def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+    """Return (a copy of a backward graph that computes gradients of large logits in chunks, notes).
+
+    Return the graph itself if it has no such logits.
+    """
+    if not large_logits(gm.graph):
+        return gm, ()
+    copy, _ = copied(gm)
+    notes = chunk_gradients(copy.graph)
+    if not any(note.applied for note in notes):
+        return gm, notes
+    copy.recompile()
+    return copy, notes
+
+
+CHUNKED_GRADIENT = Pass(
+    RULE,
+    with_chunked_gradients,
+    does="Compute the gradient of large saved logits in chunks of columns.",
+    when="a backward graph is given logits whose gradient only products and sums read",
+    gains="the gradient of all logits is never stored",
+    level=Level.BACKWARD,
+)

@@ -29,11 +29,11 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     size_of,
 )
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
-RULE = "lookup by coordinates"
+RULE = "affine lookups"
 
 
 @dataclass(frozen=True)
@@ -211,3 +211,12 @@ def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
     place = emit(node, _aten.expand.default, place, sizes)
     picked = emit(node, _aten.gather.default, source, choice, place)
     return emit(node, _aten.squeeze.dim, picked, choice)
+
+
+AFFINE_LOOKUPS = Pass(
+    RULE,
+    slice_lookups,
+    does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
+    when="the index is proved to be such a function",
+    gains="their gradients are no scatters",
+)

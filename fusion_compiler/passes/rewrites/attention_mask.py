@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, erase_unused, is_pure, mutated_nodes
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
 from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, Le0, at
 
@@ -212,3 +212,12 @@ def _shown(mask: torch.Tensor) -> torch.Tensor | None:
         hidden |= mask == number
     shown = mask == 0
     return shown if bool((shown | hidden).all()) else None
+
+
+ATTENTION_MASK = Pass(
+    RULE,
+    simplify_masks,
+    does="Leave out attention masks that hide nothing, or only what a causal mask hides.",
+    when="that is proved, for all sizes or by evaluating the mask",
+    gains="a mask tensor selects a kernel several times slower",
+)

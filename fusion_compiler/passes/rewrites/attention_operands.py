@@ -26,7 +26,7 @@ from fusion_compiler.capture.graphs import (
     refuse_strides,
     trace_strides,
 )
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
 from fusion_compiler.passes.rewrites.constants import constant
 from fusion_compiler.passes.rewrites.mask_algebra import expression
@@ -34,9 +34,9 @@ from fusion_compiler.passes.rewrites.written_attention import no_kernel
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
-IN_PLACE = "attention in place"
-SCALE = "attention scale"
-BY_ROWS = "attention by rows"
+IN_PLACE = "attention operands in place"
+SCALE = "scaled scores"
+BY_ROWS = "contiguous attention operands"
 _ALIGNED = 16  # bytes that kernels of attention load at once
 
 
@@ -80,7 +80,7 @@ def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     return new, tuple(notes)
 
 
-def lay_by_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_operands_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Copy what attention calls of `gm` read across the grain, where that alone keeps them from a kernel."""
     if not any(_crossed(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
         return gm, ()
@@ -214,3 +214,32 @@ def _multiply(call: fx.Node, factor: float) -> None:
     width = named["query"].meta["val"].shape[-1]
     scale = 1 / math.sqrt(width) if named["scale"] is None else named["scale"]
     call.kwargs = {**call.kwargs, "scale": scale * factor}
+
+
+SCALED_SCORES = Pass(
+    SCALE,
+    scale_scores,
+    does="Multiply the scores of attention by a number, instead of its queries or keys.",
+    when="the product has no other reader",
+    gains="a kernel and one rounding fewer",
+    rounds_as_eager=False,
+)
+
+
+OPERANDS_IN_PLACE = Pass(
+    IN_PLACE,
+    read_in_place,
+    does="Let attention read its queries, keys and values where they are.",
+    when="a copy makes contiguous what the kernel reads with strides",
+    gains="a copy fewer",
+)
+
+
+CONTIGUOUS_OPERANDS = Pass(
+    BY_ROWS,
+    make_operands_contiguous,
+    does="Copy operands of attention whose rows are not contiguous.",
+    when="nothing else keeps a fused kernel from taking the call",
+    gains="PyTorch would multiply in float32 and store all scores",
+    rounds_as_eager=False,
+)

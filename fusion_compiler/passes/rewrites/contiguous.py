@@ -16,14 +16,14 @@ from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import copied
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 
 _aten = torch.ops.aten
-RULE = "row order"
+RULE = "contiguous activations"
 RANK = 3  # (batch, length, features): images keep channels-last, which convolutions ask for
 
 
-def order_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
     found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
     notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
@@ -86,3 +86,11 @@ def _is_elementwise(node: fx.Node) -> bool:
         return False
     spec = spec_of(node.target)
     return spec is not None and spec.kind is Kind.ELEMENTWISE and node.target is not _aten.clone.default
+
+
+CONTIGUOUS_ACTIVATIONS = Pass(
+    RULE,
+    make_activations_contiguous,
+    does="Store activations by rows that a convolution over time leaves transposed.",
+    when="norms or linears read them along the rows",
+)

@@ -24,11 +24,11 @@ from fusion_compiler.capture.graphs import (
     written_between,
 )
 from fusion_compiler.ir.convolution_relu import convolution_relu, is_one_kernel
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.innermost_channels import has_tensor_units
 
 _aten = torch.ops.aten
-RULE = "convolution with ReLU"
+RULE = "convolution and ReLU"
 _RELUS = (_aten.relu.default, _aten.relu_.default)
 _SUMS = (_aten.add.Tensor, _aten.add_.Tensor)
 
@@ -43,7 +43,7 @@ class _Chain:
     relu: fx.Node
 
 
-def end_convolutions(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_convolution_relu(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Use one operator for convolutions of `gm` (ATen above autograd) and the ReLU behind them."""
     relus = [n for n in gm.graph.nodes if n.target in _RELUS] if is_one_kernel() else []
     chains = [chain for node in relus if (chain := _chain(node)) is not None]
@@ -112,3 +112,13 @@ def _end(chain: _Chain, nodes: dict[fx.Node, fx.Node]) -> str:
     for node in (relu, *(() if chain.sum is None else (nodes[chain.sum],)), call):
         relu.graph.erase_node(node)
     return ""
+
+
+CONVOLUTION_RELU = Pass(
+    RULE,
+    fuse_convolution_relu,
+    does="Compute a ReLU, and a sum before it, in the convolution before them.",
+    when="inference in 16 bits with channels last, by cuDNN",
+    gains="the ReLU takes no time",
+    rounds_as_eager=False,
+)

@@ -17,7 +17,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
 from fusion_compiler.ir.dag import CONVERSIONS
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 
 _aten = torch.ops.aten
 RULE = "dropped rows"
@@ -87,3 +87,12 @@ def _move(cut: fx.Node, chain: list[fx.Node]) -> None:
     cut.replace_all_uses_with(made)
     for node in (cut, *reversed(chain)):
         cut.graph.erase_node(node)
+
+
+DROPPED_ROWS = Pass(
+    RULE,
+    drop_rows,
+    does="Do not compute rows of a product that nothing reads.",
+    when="all readers take the same rows",
+    gains="the loss of shifted labels can be computed in chunks",
+)

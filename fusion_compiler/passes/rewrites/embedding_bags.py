@@ -22,11 +22,11 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     size_of,
 )
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
-RULE = "bags of embeddings"
+RULE = "embedding bags"
 _BAGS = (_aten.embedding_bag.default, _aten.embedding_bag.padding_idx)
 _SUM, _MEAN = 0, 1
 
@@ -93,3 +93,11 @@ def _summed(node: fx.Node, count: int) -> fx.Node:
         return emit(node, _aten.div.Scalar, total, float(count))
     each = emit(node, _aten.clamp_min.default, emit(node, _aten.sum.dim_IntList, counts, [1]), 1)
     return emit(node, _aten.div.Tensor, total, each)
+
+
+EMBEDDING_BAGS = Pass(
+    RULE,
+    sum_bags,
+    does="Replace bags of embeddings of equal size by a lookup and a sum.",
+    when="all bags have as many rows",
+)

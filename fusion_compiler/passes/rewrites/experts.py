@@ -27,17 +27,17 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
 
 _aten = torch.ops.aten
-RULE = "experts"
+RULE = "expert products"
 
 
 Key = tuple[fx.Node, Dim, int]
 
 
-def choose_matrices(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Let those grouped products of `gm` (ATen above autograd) that have few rows choose their matrices."""
     calls = [c for c in gm.graph.find_nodes(op="call_function", target=GROUPED) if _has_few_rows(c)]
     if not calls:
@@ -121,3 +121,13 @@ def _counted(call: fx.Node, offsets: fx.Node, x: fx.Node) -> fx.Node:
         numbers = emit(call, _aten.arange.default, size_of(call, x, 0), device=offsets.meta["val"].device)
     ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))
     return emit(call, _aten.sum.dim_IntList, ended, [1])
+
+
+EXPERT_PRODUCTS = Pass(
+    RULE,
+    fuse_expert_products,
+    does="Compute grouped products of few rows in clusters.",
+    when="inference with few rows of each expert",
+    gains="each matrix is read once, with what comes before and after the product",
+    rounds_as_eager=False,
+)

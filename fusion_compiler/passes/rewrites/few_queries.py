@@ -16,13 +16,13 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, hinted, wants_gradient
 from fusion_compiler.ir.few_queries import attend
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
-RULE = "few queries"
+RULE = "decode attention"
 MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
 MOST_HEAD = 256
 KEYS = 2  # dimension of keys and values
@@ -31,7 +31,7 @@ LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
 
 
-def stream_keys(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_decode_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Write out those attention calls of `gm` (ATen above autograd) that have few queries."""
     calls = [c for c in gm.graph.find_nodes(op="call_function", target=_SDPA) if _queries(c) <= MOST_QUERIES]
     if not calls:
@@ -166,3 +166,12 @@ def capped_attention(call: fx.Node, capped: float) -> fx.Node:
     made = _attend(call, capped)
     call.graph.erase_node(call)
     return made
+
+
+DECODE_ATTENTION = Pass(
+    RULE,
+    fuse_decode_attention,
+    does="Compute attention of up to eight queries a head of keys in clusters.",
+    when="inference with keys of a known length",
+    rounds_as_eager=False,
+)

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, erase_unused
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -128,3 +128,11 @@ def _whole(node: Any) -> fx.Node:
 
 def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
     return tuple(expression(s) for s in node.meta["val"].shape)
+
+
+GROUPED_QUERIES = Pass(
+    RULE,
+    group_queries,
+    does="Do not repeat the keys and values of grouped-query attention in memory.",
+    when="a kernel reads each key head for several query heads",
+)

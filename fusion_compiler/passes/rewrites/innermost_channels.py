@@ -42,12 +42,12 @@ from fusion_compiler.ir.convolution_times import (
     shortest,
 )
 from fusion_compiler.ir.group_norm import group_norm
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS
 from fusion_compiler.passes.rewrites.padded_groups import convolve_padded
 
 _aten = torch.ops.aten
-RULE = "channels innermost"
+RULE = "channels last"
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _TARGETS: dict[object, OpOverload] = {
     _aten.conv1d.default: _aten.conv2d.default,
@@ -58,7 +58,7 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 FEWEST = 8  # channels: fewer fill no tensor unit
 
 
-def turn_channels(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Put channels last in the convolutions of `gm` (ATen above autograd) if the whole graph gets faster."""
     convolutions = [node for node in gm.graph.nodes if _is_in_16_bits(node)]
     chosen = [node for node in convolutions if _can_turn(node)]
@@ -313,3 +313,11 @@ def _restore_results(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
 
 def _steps(value: torch.Tensor) -> list[Any]:
     return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
+
+
+CHANNELS_LAST = Pass(
+    RULE,
+    use_channels_last,
+    does="Compute 16-bit convolutions with channels last.",
+    when="the table of convolution times says that the net becomes faster",
+)

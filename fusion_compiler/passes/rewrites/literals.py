@@ -15,12 +15,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.capture.graphs import copied, emit, fake_mode
-from fusion_compiler.ir.rewrite_note import Notes
+from fusion_compiler.ir.rewrite_note import Notes, Pass
 
 _aten = torch.ops.aten
+RULE = "scalar constants"
 
 
-def number_literals(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_constants_scalar(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """A graph in which literals are numbers; itself where it has none."""
     if not any(map(_readers_device, gm.graph.nodes)):
         return gm, ()
@@ -56,3 +57,12 @@ def _readers_device(node: fx.Node) -> torch.device | None:
         return None
     found = {getattr(user.meta.get("val"), "device", None) for user in node.users}
     return found.pop() if len(found) == 1 else None
+
+
+SCALAR_CONSTANTS = Pass(
+    RULE,
+    make_constants_scalar,
+    does="Replace a trace's host tensors of one number by numbers on the graph's device.",
+    when="all readers are on one device",
+    gains="kernels and CUDA graphs need nothing of the host",
+)

@@ -18,14 +18,14 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit
 from fusion_compiler.ir.max_pool import aten, max_pool
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.ir.schema import is_view
 
-RULE = "maxima over windows"
+RULE = "max-pool lowering"
 MOST = 16  # elements of a window: more are read faster one after the other than all at once
 
 
-def compare_windows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def lower_max_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Put operators that clusters hold in the place of such pooling in `gm` (ATen above autograd)."""
     pools = gm.graph.find_nodes(op="call_function", target=aten.max_pool2d.default)
     found = [node for node in pools if _is_small(node)]
@@ -75,3 +75,12 @@ def _pair(n: Any) -> list[int]:
 
 def _described(node: fx.Node) -> str:
     return f"windows of {' x '.join(map(str, _pair(arguments(node)['kernel_size'])))} in a cluster"
+
+
+MAX_POOL = Pass(
+    RULE,
+    lower_max_pools,
+    does="Replace max pooling by an operator that clusters hold.",
+    when="windows have few elements",
+    gains="the image is read and written once less",
+)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, refuse_strides, trace_strides
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 
 _aten = torch.ops.aten
 RULE = "patches"
@@ -97,3 +97,11 @@ def _each(value: Any, rank: int) -> tuple[int, ...]:
 def _described(node: fx.Node) -> str:
     kernel = " x ".join(map(str, arguments(node)["weight"].meta["val"].shape[2:]))
     return f"windows of {kernel} lie side by side: a product"
+
+
+PATCHES = Pass(
+    RULE,
+    multiply_patches,
+    does="Replace a convolution of windows side by side by a matrix product.",
+    when="the stride is the size of the window, without padding",
+)

@@ -26,7 +26,7 @@ from fusion_compiler.capture.graphs import (
     size_of,
 )
 from fusion_compiler.ir.permuted_rows import permuted_rows
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -143,3 +143,12 @@ def _replace(lookup: fx.Node, order: fx.Node, inverse: fx.Node, share: int) -> N
         named = emit(lookup, permuted_rows, arguments(lookup)["self"], order, inverse, share)
     lookup.replace_all_uses_with(named)
     lookup.graph.erase_node(lookup)
+
+
+PERMUTED_ROWS = Pass(
+    RULE,
+    permute_rows,
+    does="Give rows that are looked up in the order of a sort a gradient that is a lookup.",
+    when="the index is the permutation of a sort, or its inverse",
+    gains="a gradient without a scatter",
+)

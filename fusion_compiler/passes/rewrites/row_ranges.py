@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_
 from fusion_compiler.capture.graphs import arguments, hinted, wants_gradient
 from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
 from fusion_compiler.ir.dims import Hints, hint
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 
 _aten = torch.ops.aten
 RULE = "row ranges"
@@ -45,7 +45,7 @@ class Rows:
     matrices: int = 0
 
 
-def keep_to_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Guards rows of `gm` (ATen above autograd); the graph is the same."""
     if torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.find_nodes(op="placeholder"))):
         return gm, ()
@@ -119,3 +119,12 @@ def _is_bounded(count: torch.SymInt) -> bool:
                 if size.node.expr.free_symbols & count.node.expr.free_symbols:
                     return True
     return False
+
+
+PLANS_FOR_RANGES = Pass(
+    RULE,
+    guard_row_ranges,
+    does="Plan a graph without gradients for a range of rows, with a guard on their number.",
+    when="the number of rows is only known at run time, and products have few of them",
+    rounds_as_eager=False,
+)

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
 from fusion_compiler.ir.dag import CONVERSIONS
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED
 
 _aten = torch.ops.aten
@@ -137,3 +137,13 @@ def _as(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     if node.meta["val"].dtype == dtype:
         return node
     return emit(node, _aten.to.dtype, node, dtype)
+
+
+SCALED_ROWS = Pass(
+    RULE,
+    scale_rows,
+    does="Multiply the rows of a product's operand by a factor, instead of those of its result.",
+    when="the operand is no wider than the result, and not float16",
+    gains="a pass over the result, and a saved value, fewer",
+    rounds_as_eager=False,
+)

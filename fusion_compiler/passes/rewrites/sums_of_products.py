@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, written_between
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
-RULE = "sum of products"
+RULE = "sums of products"
 LEAST = 16  # rows, columns and terms of a product that is worth a library's
 
 
@@ -121,3 +121,12 @@ def _without_ones(node: fx.Node, operand: object, dims: list[int]) -> fx.Node:
     rank = operand.meta["val"].dim()
     ones = [d for d in range(rank) if d - rank not in dims]
     return emit(node, _aten.squeeze.dims, operand, ones) if ones else operand
+
+
+SUMS_OF_PRODUCTS = Pass(
+    RULE,
+    multiply_sums,
+    does="Replace a sum of products of broadcast operands by a matrix product.",
+    when="each operand lacks dimensions that the other one has",
+    rounds_as_eager=False,
+)

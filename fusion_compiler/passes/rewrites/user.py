@@ -19,10 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.errors import PatternConflictError
-from fusion_compiler.ir import rewrite_note
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.graph_info import origins_of
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
 from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
@@ -33,13 +32,16 @@ from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 aten = torch.ops.aten
 
 
-def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) -> rewrite_note.Rewrite | None:
-    """The rewrite of a graph by the rewrites and kernels of `patterns`; None where there are none.
+def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) -> Pass | None:
+    """Return the pass that applies the rewrites and kernels of `patterns`, or None if there are none.
 
     check: what verifies kernels at their first calls.
     """
     chosen = tuple(p for p in patterns if isinstance(p, Rewrite | UserKernel))
-    return functools.partial(_apply, chosen, check) if chosen else None
+    if not chosen:
+        return None
+    does = "Replace what the patterns of `compile(..., patterns=...)` match."
+    return Pass("patterns", functools.partial(_apply, chosen, check), does, when="a pattern matches")
 
 
 def check_reachable(patterns: Sequence[Pattern]) -> None:

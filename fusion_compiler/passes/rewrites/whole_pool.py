@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit
-from fusion_compiler.ir.rewrite_note import Notes, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 
 _aten = torch.ops.aten
-RULE = "pooling to one element"
+RULE = "global average pool"
 _RANKS: dict[object, int] = {
     _aten.adaptive_avg_pool1d.default: 1,
     _aten.adaptive_avg_pool2d.default: 2,
@@ -32,7 +32,7 @@ _WINDOWS: dict[object, int] = {
 }
 
 
-def average_whole(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def lower_global_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Take means in `gm` (ATen above autograd) where whole images are pooled."""
     found = [node for node in gm.graph.nodes if _is_whole(node)]
     if not found:
@@ -58,3 +58,11 @@ def _is_whole(node: fx.Node) -> bool:
     sizes, kernel = [*x.shape[-rank:]], kernel * rank if len(kernel) == 1 else kernel
     is_known = all(type(n) is int for n in (*sizes, *kernel)) and x.is_floating_point()
     return is_known and sizes == kernel and not any(named["padding"]) and not named.get("divisor_override")
+
+
+GLOBAL_AVERAGE_POOL = Pass(
+    RULE,
+    lower_global_pools,
+    does="Replace average pooling to one element by a mean.",
+    when="the window is the whole image",
+)

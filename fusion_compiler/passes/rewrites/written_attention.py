@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
-from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES, Dim, permutation, shape_of
@@ -36,13 +36,13 @@ from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
-RULE = "written-out attention"
+RULE = "fused attention"
 MAX_HEAD = 256  # of the flash kernels; above, products of their own are not known to be slower
 # A score that a mask fills with this or less has the weight 0 beside any other that a model computes.
 HIDDEN = -1e8
 
 
-def call_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Use scaled_dot_product_attention where `gm` (ATen above autograd) computes the same with products."""
     if not any(softmax_of(node) for node in gm.graph.nodes):
         return gm, ()
@@ -378,3 +378,13 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
     if not flash and any(h % (8 if half else 4) for h in heads):
         return f"no fused kernel for heads of {heads[0]} and {heads[1]} with a mask or in {dtype}"
     return ""
+
+
+FUSED_ATTENTION = Pass(
+    RULE,
+    fuse_attention,
+    does="Call scaled_dot_product_attention for attention that is written out.",
+    when="a fused kernel takes its dtypes, sizes and mask",
+    gains="the scores are never stored",
+    rounds_as_eager=False,
+)
