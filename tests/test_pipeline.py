@@ -1,4 +1,4 @@
-"""The list of passes: each can be left out, the command line prints it, and each graph can be shown after it."""
+"""The passes in one list: each can be left out, printed, and its graph shown."""
 
 from __future__ import annotations
 
