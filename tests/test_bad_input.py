@@ -28,6 +28,7 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.rewrite_note import Pass
 from fusion_compiler.stitch.stitch import subgraph
 
 
@@ -154,7 +155,8 @@ def test_a_fault_of_the_compiler_costs_speed_only(stage: str, monkeypatch: pytes
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyError("copy_")
 
-    monkeypatch.setattr(api, stage, (lambda *_: fails) if stage == "replace_patterns" else fails)
+    broken = Pass("patterns", fails, does="It fails.", when="always")
+    monkeypatch.setattr(api, stage, (lambda *_: broken) if stage == "replace_patterns" else fails)
     model, twin = Model().eval(), Model().eval()
     twin.load_state_dict(model.state_dict())
     x = torch.randn(16, 8)

@@ -78,7 +78,7 @@ def checked(f: Callable[..., Tensor], x: Tensor, w: Tensor, offsets: Tensor) -> 
     assert ours.stride() == eager.stride()
     assert not_as_close(ours, eager, exact(f, x, w, offsets)) is None
     assert not plan.leftovers, str(plan)
-    assert x.dtype is not torch.bfloat16 or "experts: done" in str(plan)
+    assert x.dtype is not torch.bfloat16 or "expert products: done" in str(plan)
     return plan
 
 
@@ -114,7 +114,7 @@ def test_offsets_that_end_before_the_rows(chosen: tuple[int, ...]) -> None:
     """Rows that no expert has get the last one's product: eager's are not initialised."""
     x, w = tensors(4, 5, 40, 24, torch.bfloat16)
     ours, plan = planned(in_rows, x, w, offsets_of(5, *chosen))
-    assert "experts: done" in str(plan)
+    assert "expert products: done" in str(plan)
     expected = exact(in_rows, x, w, offsets_of(5, *chosen))
     torch.testing.assert_close(ours.double(), expected, rtol=2**-8, atol=1e-6)
 
@@ -175,7 +175,7 @@ def test_the_values_of_a_mixture(tokens: int) -> None:
     shapes = (tokens, 64), (8, 64), (8, 80, 64), (8, 64, 40)
     inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     ours, plan = planned(mixture, *inputs, strict=False)  # the best two are found by PyTorch
-    assert "experts: done x2" in str(plan)
+    assert "expert products: done x2" in str(plan)
     assert not [left for left in plan.leftovers if "expert" in left.op or "grouped" in left.op], str(plan)
     assert not_as_close(ours, mixture(*inputs), exact_mixture(*inputs)) is None
 
@@ -337,7 +337,7 @@ def test_a_gradient_is_the_librarys() -> None:
     w.requires_grad_()
     fast = fc.compile(in_rows, backend="interpret", strict=True)
     fast(x, w, offsets_of(4, 0, 2, 2)).square().sum().backward()
-    assert "experts: refused: its gradient is wanted" in str(fast.plan[0])
+    assert "expert products: refused: its gradient is wanted" in str(fast.plan[0])
     ours, w.grad = w.grad, None
     in_rows(x, w, offsets_of(4, 0, 2, 2)).square().sum().backward()
     torch.testing.assert_close(ours, w.grad)
@@ -356,7 +356,7 @@ def test_sums_over_the_rows_of_each_expert_are_refused() -> None:
     x, y = torch.randn(2, 8, 16, dtype=torch.bfloat16)
     offsets = torch.tensor([3, 8], dtype=torch.int32)
     _, plan = planned(lambda x, y, offsets: F.grouped_mm(x.t(), y, offs=offsets), x, y, offsets)
-    assert "experts: refused: its rows are not those of one matrix each" in str(plan)
+    assert "expert products: refused: its rows are not those of one matrix each" in str(plan)
     assert [left.target for left in plan.leftovers] == ["aten._grouped_mm.default"]
 
 
@@ -392,7 +392,7 @@ def test_mixtral_decodes_as_eager_does() -> None:
     for our, their, exact in zip(ours.logits, eager.logits, truth.logits, strict=True):
         assert not_as_close(our, their, exact) is None
     step = fast.plan[-1]
-    assert "experts: done x4" in str(step)
+    assert "expert products: done x4" in str(step)
     assert not [left for left in step.leftovers if left.kind == "contraction"], str(step)
 
 
@@ -428,5 +428,5 @@ def test_a_token_of_other_models(make: Callable[[str], Any]) -> None:
     assert not_as_close(ours, eager, truth) is None
     (plan,) = fast.plan
     notes = " ".join(str(plan).split())
-    assert "experts: done x2" in notes and "rows are not sorted" in notes
+    assert "expert products: done x2" in notes and "rows are not sorted" in notes
     assert not [left for left in plan.leftovers if "expert" in left.op or "sort" in left.op], str(plan)
