@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -49,14 +48,15 @@ from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical, aliased_inputs, canonical, describe
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import OpDag, build, nbytes, size_hints
+from fusion_compiler.ir.decision import Decision, Decisions, noted
 from fusion_compiler.ir.device import DEFAULT, DeviceSpec, device_spec
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
+from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
 from fusion_compiler.options import Options, When
@@ -84,8 +84,6 @@ from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import (
     FORWARD_IS_NOT,
     Recordings,
-    is_asked,
-    is_recorded,
 )
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handover, Handovers
@@ -93,7 +91,8 @@ from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.kept_plans import KeptPlans
 from fusion_compiler.runtime.kept_plans import key_of as plan_key
 from fusion_compiler.runtime.launch import Runner, compile_all
-from fusion_compiler.runtime.pairs import Terms
+from fusion_compiler.runtime.pairs import RULE as CUDA_GRAPH
+from fusion_compiler.runtime.pairs import Terms, not_replayed
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.retained import sparing
 from fusion_compiler.runtime.stages import Stages, since
@@ -266,7 +265,7 @@ class Compiler:
         key = self.key(info, dag, setting, backend)
         kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
         if kept is not None:
-            (plan, ready), notes = kept, dict[str, str]()
+            (plan, ready), notes = kept, ()
         else:
             self.stages.enter("match")
             hints = self.hints(info.phase)
@@ -288,7 +287,7 @@ class Compiler:
         if key is not None and ready is None:
             new_runners = [*self.runners.values()][count_before:]
             reason = self.kept.put(key, plan, {r.name: r.candidates for r in new_runners if r.candidates})
-            notes |= {"plan on disk": f"not kept: {reason}"} if reason else {}
+            notes = (*notes, noted("plan on disk", f"not kept: {reason}")) if reason else notes
         self.stages.enter("stitch")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
         view = reinterpreted if backend == "triton" else restrided
@@ -306,26 +305,29 @@ class Compiler:
         run = functools.partial(stitched.forward)
         run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
         run = handover.around(run) if handover is not None else run
-        notes = {**notes, **notes_of(info.rewrites)}
-        if "pre-autograd" in notes:  # rules that were not looked for have no notes of their own
-            rules = (p.name for p in self.user_patterns if not isinstance(p, ClusterHint))
-            notes = {**dict.fromkeys(rules, "not looked for: see pre-autograd"), **notes}
+        notes = (*notes, *info.rewrites)
+        if any(d.rule == "pre-autograd" for d in notes):  # rules that were not looked for decided nothing
+            rules = {p.name for p in self.user_patterns if not isinstance(p, ClusterHint)}
+            left = sorted(rules.difference(d.rule for d in notes))
+            notes = (*(noted(name, "not looked for: see pre-autograd") for name in left), *notes)
         graphs = False if info.phase is Phase.CHUNK else self.options.cudagraphs  # recorded with its caller
         tuning = self.tuning(plan, runners) if backend == "triton" and not self.options.verify else None
         if graphs is True:
-            run, notes["CUDA graph"] = self.recorded(run, gm, inputs, info, backend, tuning)
+            run, graph = self.recorded(run, gm, inputs, info, backend, tuning)
+            notes = (*notes, graph)
         elif graphs == "auto" and backend == "triton":
             terms = functools.partial(self.terms, replace(plan, solved=None), info, order.allocated)
             decided = functools.partial(self.decided, info, handover)
-            run, notes["CUDA graph"] = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
+            run, graph = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decided)
+            notes = (*notes, graph)
         if handover is not None:  # a recording gives back what was recorded
-            handover.enabled = not is_recorded(notes.get("CUDA graph"))
+            handover.enabled = not any(d.rule == CUDA_GRAPH and d.is_done for d in notes)
         run = sparing(run, order.taken([n.name for n in gm.graph.find_nodes(op="placeholder")]))
         where = ["captured " + ("from disk" if info.from_disk else "anew")]
         where += ["planned from disk"] if ready is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
-        notes = {**plan.notes, **notes, "memory": str(order), "seconds": seconds}
-        plan = replace(plan, notes=notes, solved=plan.solved if self.asked else None)
+        plan = plan.decided(*notes, noted("memory", str(order)), noted("seconds", seconds))
+        plan = replace(plan, solved=plan.solved if self.asked else None)
         self.plans.record(plan)
         self.debug.plan(plan)
         return run
@@ -333,7 +335,7 @@ class Compiler:
     def passes_at(self, level: Level) -> tuple[Pass, ...]:
         return passes_at(level, self.options.numerics, self.options.disable)
 
-    def rewrite_joint(self, graph: fx.Graph) -> Notes:
+    def rewrite_joint(self, graph: fx.Graph) -> Decisions:
         """Apply the passes over forward and backward together to a graph, in place."""
         return tuple(note for each in self.passes_at(Level.JOINT) for note in each.apply(graph))
 
@@ -348,11 +350,11 @@ class Compiler:
                 self.debug.stage(info.name, each.name, gm)
         return gm, info
 
-    def decided(self, info: GraphInfo, handover: Handover | None, text: str) -> None:
-        """Note what calls of a graph have shown about its CUDA graph."""
-        self.plans.note(info.name, "CUDA graph", text)
+    def decided(self, info: GraphInfo, handover: Handover | None, decision: Decision) -> None:
+        """Record what calls of a graph have shown about its CUDA graph."""
+        self.plans.decide(info.name, decision)
         if handover is not None:
-            handover.enabled = not is_recorded(text)
+            handover.enabled = not decision.is_done
 
     def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
         """Return the disk-cache key of a graph's plan, or None if the plan must not be cached.
@@ -441,15 +443,15 @@ class Compiler:
         info: GraphInfo,
         backend: str,
         tuning: GraphTuning | None,
-    ) -> tuple[Callable[..., Any], str]:
-        """Return (`run`, replayed as a CUDA graph if possible; the decision as text)."""
-        decision = f"backend {backend!r} launches nothing"
+    ) -> tuple[Callable[..., Any], Decision]:
+        """Return (`run`, replayed as a CUDA graph if possible; the decision)."""
+        decision = not_replayed(f"backend {backend!r} launches nothing")
         if backend == "triton":
             run, decision = self.recordings.wrap(run, gm, inputs, info, tuning=tuning)
-        if not (is_asked(decision) or decision == FORWARD_IS_NOT):
+        if not decision.is_done and decision.reason != FORWARD_IS_NOT:
             self.warned.warn(
-                f"cudagraphs {decision}",
-                f"{info.name} is not recorded as a CUDA graph: {decision}\n"
+                f"cudagraphs {decision.reason}",
+                f"{info.name} is not recorded as a CUDA graph: {decision.reason}\n"
                 "  what to do: change that, or leave it where host time does not count",
             )
         return run, decision
@@ -673,17 +675,6 @@ def check(pattern: Pattern) -> None:
     check_numbers(pattern)
     if isinstance(pattern, Rewrite):
         check_equal(pattern)
-
-
-def notes_of(rewrites: Sequence[RewriteNote]) -> dict[str, str]:
-    """Return {rule: text} of what rewrites above autograd did or refused, with equal decisions counted."""
-    counts = Counter((n.rule, n.applied, n.reason) for n in rewrites)
-    notes: dict[str, list[str]] = {}
-    for (rule, applied, reason), times in counts.items():
-        verdict = "done" if applied else "refused"
-        text = reason if applied is None else f"{verdict}{f' x{times}' if times > 1 else ''}: {reason}"
-        notes.setdefault(rule, []).append(text)
-    return {rule: "; ".join(texts) for rule, texts in notes.items()}
 
 
 def device_type(dag: OpDag) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fusion_compiler.capture.in_place import IN_PLACE_WRITES
-from fusion_compiler.ir.rewrite_note import Level, Pass
+from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
 from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS

@@ -91,7 +91,9 @@ def plans_of(name: str) -> tuple[FusionPlan, ...]:
     torch.manual_seed(0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         plans = MAKERS[name]()
-    return tuple(replace(p, notes={k: v for k, v in p.notes.items() if k != "seconds"}) for p in plans)
+    return tuple(
+        replace(p, decisions=tuple(d for d in p.decisions if d.rule != "seconds")) for p in plans
+    )
 
 
 def plan_text(name: str) -> str:

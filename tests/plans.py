@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.dag import Op, OpDag, Source, TensorMeta
+from fusion_compiler.ir.decision import noted
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.ir.ops import Kind
@@ -72,7 +73,9 @@ def layered_plan(layers: int = 3) -> FusionPlan:
         Rejected(f"a{i}x", f"b{i}x", "cost", f"merging costs {i} us in registers", -1.0 * i) for i in range(6)
     )
     dag = OpDag(graph, ("x",), (last,), fx.GraphModule({}, fx.Graph()))
-    notes = {"masks": "one attention mask proved causal"}
+    decisions = (noted("masks", "one attention mask proved causal"),)
     calls = eager_calls(dag, False, H200, {})
     fused = [replace(c, eager=tuple(call for call in calls if call.name in c.ops)) for c in clusters]
-    return FusionPlan("graph0.forward", dag, tuple(fused), tuple(leftovers), rejections, "h200", calls, notes)
+    return FusionPlan(
+        "graph0.forward", dag, tuple(fused), tuple(leftovers), rejections, "h200", calls, decisions
+    )

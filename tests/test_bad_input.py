@@ -27,8 +27,8 @@ from fusion_compiler.errors import (
     UnsupportedDtypeError,
 )
 from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.rewrite_note import Pass
 from fusion_compiler.stitch.stitch import subgraph
 
 

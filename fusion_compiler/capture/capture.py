@@ -61,10 +61,11 @@ from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.capture.transforms import check_functions
 from fusion_compiler.errors import EagerGraphError
 from fusion_compiler.ir import record
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
@@ -94,7 +95,7 @@ def make_backend(
     *,
     rewrites: Sequence[Pass],
     decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
-    joint_rewrite: Callable[[fx.Graph], Notes] = lambda graph: (),
+    joint_rewrite: Callable[[fx.Graph], Decisions] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
     split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
     options: str | None = None,
@@ -185,11 +186,11 @@ def make_backend(
     return backend
 
 
-def _undone(notes: Notes, error: Exception) -> Notes:
+def _undone(notes: Decisions, error: Exception) -> Decisions:
     reason = f"undone, autograd refused the result: {type(error).__name__}: {error}"
-    undone = (replace(n, applied=False, reason=f"{n.reason}; undone") for n in notes if n.applied)
-    refused = (n for n in notes if not n.applied)
-    return (RewriteNote("pre-autograd", "", False, reason), *undone, *refused)
+    undone = (replace(n, outcome=Outcome.REFUSED, reason=f"{n.reason}; undone") for n in notes if n.is_done)
+    refused = (n for n in notes if not n.is_done)
+    return (Decision("pre-autograd", "", Outcome.REFUSED, reason), *undone, *refused)
 
 
 def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str | None:
@@ -221,7 +222,7 @@ class _Compilers:
         name: str,
         give_up: Callable[[str, Exception], None],
         split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-        joint_rewrite: Callable[[fx.Graph], Notes],
+        joint_rewrite: Callable[[fx.Graph], Decisions],
         options: str | None,
         meanwhile: Callable[[], bool],
     ) -> None:
@@ -230,7 +231,7 @@ class _Compilers:
         self._give_up = give_up
         self._name = name
         self._joint_rewrite = joint_rewrite
-        self._joint_notes: Notes = ()
+        self._joint_notes: Decisions = ()
         self.reached = self.started = False
         self._has_effects = False
         self.key: str | None = None
@@ -243,7 +244,7 @@ class _Compilers:
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        notes: Notes,
+        notes: Decisions,
         decompositions: Mapping[Any, Callable[..., Any]],
         key: str | None = None,
     ) -> Callable[..., Any]:
@@ -299,7 +300,7 @@ class _Compilers:
             return None
 
     def _tell(self, text: str) -> None:
-        note = RewriteNote("autograd", "", None, text)
+        note = Decision("autograd", "", Outcome.NOTED, text)
         self._notes = tuple(dict.fromkeys((*self._notes, note)))
 
     def _rewrite_joint(self, graph: fx.Graph) -> None:
@@ -307,7 +308,7 @@ class _Compilers:
         if self._joint_notes and graph.owning_module is not None:
             graph.owning_module.recompile()
 
-    def _add_note(self, note: RewriteNote) -> None:
+    def _add_note(self, note: Decision) -> None:
         self._joint_notes = (*self._joint_notes, note)
 
     def _stage(self, phase: Phase) -> Callable[..., Any]:
@@ -507,7 +508,7 @@ def rewrite(
     *,
     traced: bool = False,
     after: Callable[[str, fx.GraphModule], None] = lambda name, graph: None,
-) -> tuple[fx.GraphModule, Notes]:
+) -> tuple[fx.GraphModule, Decisions]:
     """Return the pre-autograd form of `gm` (or `gm`, if it is `traced`) after `passes`, or `gm` and a note.
 
     after: called with the name of each pass that changed the graph, and the graph.
@@ -517,8 +518,8 @@ def rewrite(
     try:
         graph = gm if traced else trace_pre_autograd(gm, inputs)
     except UntraceableError as reason:
-        return gm, (RewriteNote("pre-autograd", "", False, str(reason)),)
-    notes: Notes = ()
+        return gm, (Decision("pre-autograd", "", Outcome.REFUSED, str(reason)),)
+    notes: Decisions = ()
     for each in passes:
         before, (graph, more) = graph, each.apply(graph)
         notes += more
@@ -557,7 +558,7 @@ def _unkept() -> str | None:
     return None if lost is None else f"PyTorch does not keep the sizes of {lost.removesuffix('_ViewMeta')}"
 
 
-def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Notes) -> GraphInfo:
+def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Decisions) -> GraphInfo:
     metadata = _metadata()
     placeholders = graph.graph.find_nodes(op="placeholder")
     returned = graph.graph.output_node().args[0]

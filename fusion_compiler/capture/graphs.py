@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_compiler.ir.effects import draws, has_effect
-from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.schema import bound
 
 _aten = torch.ops.aten

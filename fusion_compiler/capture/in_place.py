@@ -33,11 +33,12 @@ from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, erase_unused, fake_mode
 from fusion_compiler.ir.dag import dim_of, kind_of
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.effects import draws
+from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.ops import Kind, is_always_held, spec_of
 from fusion_compiler.ir.put import put
-from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, Refused, RewriteNote
 from fusion_compiler.ir.schema import written
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ PARTS = {
 }
 
 
-def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Return a copy of a functional graph in which writes have the memory of their bases, or the graph itself
     if no write can.
 
@@ -184,8 +185,8 @@ class _Writes:
         self.latest: dict[fx.Node, fx.Node] = {}  # what has the memory of a tensor that was written into
         self.copies = {c.args[0]: c for c in graph.find_nodes(op="call_function", target=COPY)}
 
-    def run(self) -> Notes:
-        notes: list[RewriteNote] = []
+    def run(self) -> Decisions:
+        notes: list[Decision] = []
         seen: set[fx.Node] = set()
         for node in list(self.graph.nodes):
             if node in seen or not _begins(node):
@@ -200,13 +201,13 @@ class _Writes:
             except Refused as reason:
                 if home in self.copies:
                     why = f"it is copied to where it belongs, as {reason}"
-                    notes.append(RewriteNote(RULE, name, False, why))
+                    notes.append(Decision(RULE, name, Outcome.REFUSED, why))
                 continue
             new = self.latest[home] = self.rewritten(write)
             for reader in readers:
                 self.before.setdefault(reader, []).append(new)
             where = "an argument" if home.op == "placeholder" else "a result that dies"
-            notes.append(RewriteNote(RULE, name, True, f"written into {where}"))
+            notes.append(Decision(RULE, name, Outcome.DONE, f"written into {where}"))
         for copy in self.graph.find_nodes(op="call_function", target=COPY):
             copy.replace_all_uses_with(copy.args[0])  # of views that are returned, which read nothing
         self.in_order()

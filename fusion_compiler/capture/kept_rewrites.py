@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 from fusion_compiler.capture.autograd_cache import about_inputs, ambient, source_digest
 from fusion_compiler.capture.graph_text import Writer, target_name
 from fusion_compiler.ir import record
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.rewrite_note import Notes
 from fusion_compiler.runtime.cache import REWRITES, Cache, is_own
 
 
@@ -42,7 +42,7 @@ class Rewritten:
     """The record describes a rewritten graph. autograd: its key in autograd's cache."""
 
     autograd: str
-    notes: Notes
+    notes: Decisions
 
 
 class KeptRewrites:

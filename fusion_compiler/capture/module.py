@@ -12,7 +12,6 @@ import functools
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -32,6 +31,7 @@ from fusion_compiler.capture.dynamo import dynamo_compiled
 from fusion_compiler.capture.entries import compiled_methods, other_methods, watched
 from fusion_compiler.errors import FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
+from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import breaks_text
 from fusion_compiler.runtime.collection import rare_collections
@@ -61,9 +61,9 @@ class Plans(Sequence[FusionPlan]):
         """Add the plan of a graph that has just been compiled."""
         self._plans.append(plan)
 
-    def note(self, name: str, key: str, text: str) -> None:
-        """Change a note in the plan of a graph, where a later decision differs."""
-        self._plans = [replace(p, notes={**p.notes, key: text}) if p.name == name else p for p in self._plans]
+    def decide(self, name: str, decision: Decision) -> None:
+        """Put a later decision about a graph into its plan."""
+        self._plans = [p.decided(decision) if p.name == name else p for p in self._plans]
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from torch import fx, nn
 
-from fusion_compiler.ir.rewrite_note import Notes
+from fusion_compiler.ir.decision import Decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class GraphInfo:
     outputs: int
     owned: tuple[str, ...] = ()
     donated: tuple[str, ...] = ()
-    rewrites: Notes = ()
+    rewrites: Decisions = ()
     origins: Origins = field(default_factory=dict[str, Origin])
     from_disk: bool = False
     digest: str = ""

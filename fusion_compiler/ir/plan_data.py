@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import sympy
 
 from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome, texts_of
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
 
@@ -32,6 +33,10 @@ class Rejected:
     at_most: bool = False
     tensors: tuple[str, ...] = ()
 
+    @property
+    def decision(self) -> Decision:
+        return Decision(self.rule, f"{self.a} + {self.b}", Outcome.REFUSED, self.reason, self.saving_us)
+
 
 @dataclass(frozen=True)
 class Leftover:
@@ -44,6 +49,11 @@ class Leftover:
     reason: str
     source: Source | None = None
     library: bool = False
+
+    @property
+    def decision(self) -> Decision:
+        rule = "library call" if self.library else "eager op"
+        return Decision(rule, self.op, Outcome.REFUSED, self.reason)
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,10 @@ class Setting:
 class PlanData:
     """The object has all decisions for one graph, as data. `dag` is the graph for which they were made.
 
-    calls: what eager would run for the whole graph. solved: what `passes.fuse.cluster.solve` found, for
-    questions that are asked next; None where it was let go, as it is large.
+    calls: what eager would run for the whole graph. decisions: those about the whole graph, of passes, of the
+    planner and of the runtime; `rejections` and `leftovers` have those about clusters and calls.
+    solved: the result of `passes.fuse.cluster.solve`, for questions that are asked next; None if it was
+    released, since it is large.
     """
 
     name: str
@@ -150,6 +162,26 @@ class PlanData:
     rejections: tuple[Rejected, ...]
     device: str
     calls: tuple[Call, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict[str, str])
+    decisions: Decisions = ()
     setting: Setting | None = None
     solved: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return what each rule decided, as text."""
+        return texts_of(self.decisions)
+
+    @property
+    def all_decisions(self) -> Decisions:
+        """Return every decision: about the whole graph, pairs that are apart, and calls that stay."""
+        about_parts = (each.decision for each in (*self.rejections, *self.leftovers))
+        return (*self.decisions, *about_parts)
+
+    def decision(self, rule: str) -> Decision | None:
+        """Return the first decision of a rule, or None if it decided nothing."""
+        return next((d for d in self.decisions if d.rule == rule), None)
+
+    def decided(self, *decisions: Decision) -> Self:
+        """Return the plan with these decisions in place of earlier ones of their rules."""
+        rules = {d.rule for d in decisions}
+        return replace(self, decisions=(*(d for d in self.decisions if d.rule not in rules), *decisions))

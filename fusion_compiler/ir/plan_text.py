@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TextIO
@@ -349,7 +349,8 @@ def plan_json(plan: PlanData) -> dict[str, object]:
         where it is symbolic, estimate the number that was planned for.
     library_calls: {short name: count}. eager: [{op, target, kind, reason, source}].
     rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
-    notes: {key: text}. A source is null or {module, file, line, code}.
+    decisions: [{rule, subject, outcome, reason, us}], with those about pairs and calls. notes: {rule: text},
+        those about the whole graph as text. A source is null or {module, file, line, code}.
     """
     ring = cycle_of(plan)
     clusters = plan.clusters if ring else execution_order(plan)
@@ -376,7 +377,8 @@ def plan_json(plan: PlanData) -> dict[str, object]:
             {"a": r.a, "b": r.b, "rule": r.rule, "reason": r.reason, "saving_us": r.saving_us}
             for r in plan.rejections
         ],
-        "notes": dict(plan.notes),
+        "decisions": [asdict(decision) for decision in plan.all_decisions],
+        "notes": plan.notes,
     }
 
 

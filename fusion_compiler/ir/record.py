@@ -19,8 +19,8 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir import chunks, kernel, loops, plan_data
 from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.rewrite_note import RewriteNote
 
 _CLASSES: Mapping[str, type[Any]] = {
     cls.__name__: cls
@@ -28,11 +28,11 @@ _CLASSES: Mapping[str, type[Any]] = {
         *(*get_args(loops.Node), loops.Axis, loops.Index, loops.Value, loops.Store, loops.LoopNest),
         *(plan_data.Rejected, plan_data.Leftover, plan_data.Cost, plan_data.Call, plan_data.Cluster),
         *(chunks.Rows, chunks.Joined, chunks.Added, chunks.Multiplied),
-        *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, RewriteNote),
+        *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, Decision),
     )
 }
 _FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in _CLASSES.items()}
-_ENUMS: Mapping[str, type[Enum]] = {"Role": kernel.Role}
+_ENUMS: Mapping[str, type[Enum]] = {"Role": kernel.Role, "Outcome": Outcome}
 
 
 class NotWritable(Exception):
@@ -128,21 +128,21 @@ class _Reader:
         raise ValueError(f"{kind} {inner} is nothing that is written")
 
 
-_DECIDED = ("clusters", "leftovers", "rejections", "calls")  # of a plan, beside what it was made of
+_DECIDED = ("clusters", "leftovers", "rejections", "calls", "decisions")
 
 
 def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Program, ...]]) -> dict[str, Any]:
     """Return a plan and the programs of its clusters, by their names, as what JSON holds. Raise
     NotWritable."""
     decided = tuple(getattr(plan, field) for field in _DECIDED)
-    return {**write((*decided, tuple(programs.items()))), "notes": dict(plan.notes)}
+    return write((*decided, tuple(programs.items())))
 
 
 def read_decisions(
     written: Mapping[str, Any], name: str, dag: OpDag, setting: plan_data.Setting
 ) -> tuple[FusionPlan, dict[str, tuple[kernel.Program, ...]]]:
     """Return the plan of `dag` that was written, and the programs. Raise as `read` does."""
-    clusters, leftovers, rejections, calls, programs = read(written)
-    device, notes = setting.device.name, dict(written["notes"])
-    plan = FusionPlan(name, dag, clusters, leftovers, rejections, device, calls, notes, setting)
+    clusters, leftovers, rejections, calls, decisions, programs = read(written)
+    device = setting.device.name
+    plan = FusionPlan(name, dag, clusters, leftovers, rejections, device, calls, decisions, setting)
     return plan, dict(programs)

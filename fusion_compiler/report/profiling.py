@@ -23,6 +23,7 @@ from fusion_compiler.errors import (
     NothingToProfileError,
     ReplayedGraphError,
 )
+from fusion_compiler.ir.decision import Outcome
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.why import cost_of_call
@@ -32,7 +33,7 @@ from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
 from fusion_compiler.runtime.boxed import unrecorded
-from fusion_compiler.runtime.cuda_graphs import is_asked
+from fusion_compiler.runtime.pairs import RULE as CUDA_GRAPH
 from fusion_compiler.stitch.units import Unit, units_of
 
 WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
@@ -136,7 +137,7 @@ def profile_of(
 
 def check_not_recorded(plans: Iterable[FusionPlan]) -> None:
     """Raises ReplayedGraphError where a graph is replayed."""
-    if any(is_asked(plan.notes.get("CUDA graph")) for plan in plans):
+    if any(d.rule == CUDA_GRAPH and d.outcome is Outcome.FORCED for plan in plans for d in plan.decisions):
         raise ReplayedGraphError(launch="cudagraphs=True")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fusion_compiler.ir import plan_text
@@ -126,7 +127,8 @@ def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
         "ops": [_op(op, why, unit_of.get(op.name)) for op in own],
         "units": [_unit(report, why, why.units[name], measured.get(name)) for name in why.order],
         "edges": [_edge(why, refused) for refused in report.edges[plan.name]],
-        "notes": dict(plan.notes),
+        "decisions": [asdict(decision) for decision in plan.decisions],
+        "notes": plan.notes,
     }
 
 

@@ -32,6 +32,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
@@ -40,7 +41,16 @@ from fusion_compiler.ir.schema import CONTROL_FLOW, written
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool, retried
-from fusion_compiler.runtime.pairs import MOST_FORMS, UNASKED, Note, Pair, Terms, report_to
+from fusion_compiler.runtime.pairs import (
+    MOST_FORMS,
+    UNASKED,
+    Note,
+    Pair,
+    Terms,
+    not_replayed,
+    replayed,
+    report_to,
+)
 from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
 
@@ -176,20 +186,10 @@ def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     return [(n, value) for n in gm.graph.nodes for value in tree_leaves(n.meta.get("val"))]
 
 
-def is_asked(note: str | None) -> bool:
-    """True if a note says that a graph is recorded because the user wants it: calls overwrite results."""
-    return note is not None and note.partition(";")[0] == RECORDED
-
-
-def is_recorded(note: str | None) -> bool:
-    """True if a note says that a graph is recorded, asked for or not."""
-    return note is not None and note.startswith(RECORDED)
-
-
 TermsOf = Callable[[Hints | None], Terms]  # at some sizes; None: those of its capture
 
 
-def _no_note(text: str) -> None:
+def _no_note(decision: Decision) -> None:
     pass
 
 
@@ -215,13 +215,13 @@ class Recordings:
         terms: TermsOf | None = None,
         tuning: Tuning | None = None,
         note: Note = _no_note,
-    ) -> tuple[Boxed, str]:
-        """Return `run`, called in CUDA graphs or as it is, and a note of what was decided.
+    ) -> tuple[Boxed, Decision]:
+        """Return `run`, called in CUDA graphs or as it is, and what was decided.
 
         run: takes its arguments as one list. terms: of a graph that is recorded unasked, with its results
-        copied out. tuning: of inference, before it is first recorded. note: called with another note where
-        calls change the decision or show what is kept. The note is RECORDED, UNASKED, FORWARD_IS_NOT or
-        another reason.
+        copied out. tuning: of inference, before it is first recorded. note: called with another
+        decision where calls change it or show what is kept. The outcome is FORCED if the user asked for the
+        recording, whose results the next call overwrites.
         """
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
@@ -236,18 +236,19 @@ class Recordings:
             return self._inference(run, gm, inputs, info, form, terms, tuning, note)
         if terms is not None:
             return self._unasked(run, gm, info, reason or predicted, note)
+        asked = replayed(RECORDED, Outcome.FORCED)
         if info.phase is not Phase.BACKWARD:
             if reason is not None:
-                return run, reason
+                return run, not_replayed(reason)
             index = self._forwards[graph] = _device_index(gm)
-            return after_one(run, recorded(run, gm, inputs, info, index)), RECORDED
+            return after_one(run, recorded(run, gm, inputs, info, index)), asked
         if graph not in self._forwards:
-            return run, FORWARD_IS_NOT
+            return run, not_replayed(FORWARD_IS_NOT)
         index = self._forwards[graph]
         plain = _beside_recordings(run, index)
         if reason is not None:
-            return plain, reason
-        return after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), RECORDED
+            return plain, not_replayed(reason)
+        return after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), asked
 
     def _pool(self, gm: fx.GraphModule) -> Pool:
         index = _device_index(gm)
@@ -257,20 +258,20 @@ class Recordings:
 
     def _unasked(
         self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, terms: Terms | str | None, note: Note
-    ) -> tuple[Boxed, str]:
-        """Return `run`, recorded or as it is, and a note of it. terms: or the reason why the graph is not
+    ) -> tuple[Boxed, Decision]:
+        """Return `run`, recorded or as it is, and that decision. terms: or the reason why the graph is not
         recorded."""
         graph = info.name.partition(".")[0]
         pair = self._pairs.get(graph)
         if info.phase is Phase.BACKWARD:
-            return (
-                (run, FORWARD_IS_NOT) if pair is None else pair.backward(run, info.static_inputs, terms, note)
-            )
+            if pair is None:
+                return run, not_replayed(FORWARD_IS_NOT)
+            return pair.backward(run, info.static_inputs, terms, note)
         if not isinstance(terms, Terms):
-            return run, terms or ""
+            return run, not_replayed(terms or "")
         pool = self._pool(gm)
         if (reason := pool.refusal(terms.peak)) is not None:
-            return run, reason
+            return run, not_replayed(reason)
         pair = self._pairs[graph] = Pair(run, pool, terms, info, note)
         return pair.forward, pair.decision
 
@@ -284,9 +285,9 @@ class Recordings:
         terms: TermsOf | None,
         tuning: Tuning | None,
         note: Note,
-    ) -> tuple[Boxed, str]:
-        """Return `run` in CUDA graphs, whose results the next call overwrites if that was asked for, and a
-        note of it."""
+    ) -> tuple[Boxed, Decision]:
+        """Return `run` in CUDA graphs, whose results the next call overwrites if that was asked for, and
+        that decision."""
         index, static = _device_index(gm), (*info.static_inputs, *form.written)
         text = RECORDED if terms is None else UNASKED
         if form != Form():
@@ -300,7 +301,7 @@ class Recordings:
             if not form.sizes:
                 needed = terms(None).peak
                 if (reason := pool.refusal(needed)) is not None:
-                    return run, reason
+                    return run, not_replayed(reason)
             else:
                 pays = _pays(terms, pool, gm, form)
                 if (reason := terms(None).refusal) is not None:
@@ -312,9 +313,10 @@ class Recordings:
             later = after_one(_tuned(run, later, tuning, places, index), later)
         if terms is not None:
             later = unless(paused, run, later)
+        decision = replayed(text, Outcome.FORCED if terms is None else Outcome.DONE)
         if form == Form():
-            return after_one(run, later), text
-        return _when_known(run, later, form, pays), text
+            return after_one(run, later), decision
+        return _when_known(run, later, form, pays), decision
 
 
 def _always(sizes: tuple[int, ...]) -> bool:

@@ -61,7 +61,7 @@ class KeptPlans:
 
     def put(self, key: str, plan: FusionPlan, programs: Programs) -> str | None:
         """Keep a plan. Return why it is not kept, or None."""
-        if "search" in plan.notes:
+        if plan.decision("search") is not None:
             return "the search ended before all was tried, and another may get further"
         if not is_own(self._cache.path):
             return "the folder belongs to another user"

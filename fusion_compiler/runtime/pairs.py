@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ir.views import again
@@ -26,7 +27,18 @@ TIMED = 3  # steps of each kind, of which the fastest counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
-Note = Callable[[str], None]  # changes what a plan says of its CUDA graph
+RULE = "CUDA graph"
+Note = Callable[[Decision], None]  # changes what a plan says of its CUDA graph
+
+
+def replayed(reason: str = UNASKED, outcome: Outcome = Outcome.DONE) -> Decision:
+    """Return the decision that a graph is recorded."""
+    return Decision(RULE, "", outcome, reason)
+
+
+def not_replayed(reason: str) -> Decision:
+    """Return the decision that a graph is not recorded, or that this is still being tried."""
+    return Decision(RULE, "", Outcome.NOTED if reason == TRIED else Outcome.REFUSED, reason)
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,10 @@ def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable
     are kept."""
 
     def report(reason: str | None, kept: int) -> None:
-        note(reason or f"{text()}; keeps {human_bytes(kept)} between calls")
+        if reason is not None:
+            note(not_replayed(reason))
+        else:
+            note(replayed(f"{text()}; keeps {human_bytes(kept)} between calls"))
 
     return report
 
@@ -201,11 +216,11 @@ class Pair:
             return plain(arguments) if self._refusal is not None else replayed(arguments)
 
         self.forward = boxed(forward)
-        self.decision = self._refusal or UNASKED
+        self.decision = self._decision()
 
     def backward(
         self, plain: Boxed, static: Sequence[int], terms: Terms | str | None, note: Note
-    ) -> tuple[Boxed, str]:
+    ) -> tuple[Boxed, Decision]:
         """Return the backward in CUDA graphs or as it is, and what was decided.
 
         static: positions of the arguments that stay where they are. terms: or the reason why it cannot be
@@ -213,7 +228,7 @@ class Pair:
         """
         if not isinstance(terms, Terms):
             self._leave_alone()
-            return plain, terms or ""
+            return plain, not_replayed(terms or "")
         self._beside = terms.peak
         both = self._terms + terms
         is_open = both.refusal is not None and both.is_open
@@ -221,10 +236,10 @@ class Pair:
         reason = reason or self._pool.refusal(self._terms.peak + self._beside)
         if reason is not None:
             self._leave(reason)
-            return plain, reason
+            return plain, not_replayed(reason)
         self._refusal = TRIED if is_open else None
         self._trial = Trial(self._pool.index) if is_open else None
-        self._note(self._refusal or UNASKED)
+        self._note(self._decision())
         report = report_to(note, lambda: self._why)
 
         def reported(reason: str | None, kept: int) -> None:
@@ -259,7 +274,10 @@ class Pair:
                 return replayed(arguments)
             return plain(arguments)
 
-        return after_one(plain, call), self._refusal or UNASKED
+        return after_one(plain, call), self._decision()
+
+    def _decision(self) -> Decision:
+        return replayed() if self._refusal is None else not_replayed(self._refusal)
 
     def _try(self, trial: Trial) -> None:
         """Record a forward and its backward, or end that, when the steps that were to be timed are over."""
@@ -284,7 +302,7 @@ class Pair:
         self._refusal = reason
         for recorder in self._recorders:
             recorder.give_back(reason)
-        self._note(reason)
+        self._note(not_replayed(reason))
 
     def _leave_alone(self) -> None:
         """Record no more a forward whose backward is not recorded, unless it keeps little: what it saves

@@ -19,8 +19,9 @@ import fusion_compiler as fc
 from fusion_compiler.capture import pre_autograd
 from fusion_compiler.capture.capture import Backend, make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
-from fusion_compiler.ir.rewrite_note import Level, Pass, RewriteNote
+from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.passes.rewrites import vocabulary
 from fusion_compiler.pipeline import passes_at
@@ -501,13 +502,13 @@ def test_a_rewrite_that_autograd_refuses_is_undone() -> None:
                 t = gm.graph.call_function(torch.ops.aten.transpose.int, (node.args[0], 0, 1))
             node.args = (t, node.args[1])
         gm.recompile()
-        return gm, (RewriteNote("transposed", "view", True, "for the test"),)
+        return gm, (Decision("transposed", "view", Outcome.DONE, "for the test"),)
 
     refused = Pass("transposed", transposed, "Transpose what is viewed.", "always")
     captured = same(lambda x: (x + 1).view(-1), torch.randn(3, 4), captured=Captured((refused,)))
     first, second = captured.notes()
     assert "undone, autograd refused" in first
-    assert second == "transposed: view left: for the test; undone"
+    assert second == "transposed: view refused: for the test; undone"
 
 
 def test_an_error_of_compile_graph_is_not_swallowed() -> None:

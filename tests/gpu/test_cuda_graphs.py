@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 def decisions(fast: Any) -> list[str]:
     """The decision about each graph, without the bytes that it keeps."""
-    return [plan.notes["CUDA graph"].partition("; keeps")[0] for plan in fast.plan]
+    return [plan.decision("CUDA graph").reason.partition("; keeps")[0] for plan in fast.plan]
 
 
 def test_inference_replays_with_new_values_and_new_sizes() -> None:

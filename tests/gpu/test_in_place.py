@@ -107,7 +107,7 @@ def test_generation_with_a_static_cache(mode: str | None) -> None:
         want = generated(model, prompt, count, "static", disable_compile=True)  # else by Inductor
         assert torch.equal(generated(fast, prompt, count, "static"), want)
     assert len(fast.plan) <= 4
-    decided = [plan.notes["CUDA graph"] for plan in fast.plan]
+    decided = [plan.decision("CUDA graph").reason for plan in fast.plan]
     assert any(FORMS in note for note in decided), decided
 
 

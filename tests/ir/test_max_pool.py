@@ -123,7 +123,7 @@ def test_relu_that_pooling_alone_reads_is_computed_behind_it(fn: Any, is_behind:
     new, notes = lower_max_pools(gm)
     targets = [getattr(n.target, "_opname", "") for n in new.graph.nodes]
     relu = next(i for i, name in enumerate(targets) if name in ("relu", "relu_"))
-    assert (relu > targets.index("max_pool")) is is_behind and [note.applied for note in notes] == [True]
+    assert (relu > targets.index("max_pool")) is is_behind and [note.is_done for note in notes] == [True]
     sent = torch.randint(-4, 5, fn(x).shape).float()  # whose sums are exact in any order
     value, slope, _ = with_gradient(fn, x, sent)
     ours, gradient, _ = with_gradient(new, x, sent)

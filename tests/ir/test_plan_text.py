@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import sympy
 
+from fusion_compiler.ir.decision import noted
 from fusion_compiler.ir.loops import Axis
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Leftover, Rejected
@@ -120,7 +121,7 @@ def test_single_layer_is_not_folded():
 
 def test_nothing_to_say():
     plan = layered_plan()
-    empty = replace(plan, clusters=(), leftovers=(), rejections=(), notes={})
+    empty = replace(plan, clusters=(), leftovers=(), rejections=(), decisions=())
     assert str(empty).splitlines()[1:3] == [
         "  18 ops: 0 in 0 kernels, 3 library calls, 0 eager",
         "  0 calls of eager fused: 0 B -> 0 B moved, 0.0 -> 0.0 us predicted",
@@ -132,8 +133,9 @@ def test_long_names_and_reasons_stay_within_the_width():
     cluster = replace(plan.clusters[0], name="n" * 80, ops=plan.clusters[0].ops * 40, pattern="p" * 60)
     left = replace(plan.leftovers[1], reason="because of this and that, " * 20)
     rejected = Rejected("a" * 40, "b" * 40, "rule", "so many words " * 30, 1.0)
+    long = noted("n", "w " * 200)
     wide = replace(
-        plan, clusters=(cluster,), leftovers=(left,), rejections=(rejected,), notes={"n": "w " * 200}
+        plan, clusters=(cluster,), leftovers=(left,), rejections=(rejected,), decisions=(long,)
     )
     lines = str(wide).splitlines()
     assert max(map(len, lines)) <= WIDTH

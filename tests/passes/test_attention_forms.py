@@ -161,7 +161,7 @@ def rewritten(code: Code, *args: Tensor) -> tuple[Any, str]:
     before = gm.print_readable(print_output=False)
     new, (note,) = fuse_attention(gm)
     assert gm.print_readable(print_output=False) == before
-    assert note.rule == RULE and note.applied is (new is not gm), note
+    assert note.rule == RULE and note.is_done is (new is not gm), note
     return new, note.reason
 
 
@@ -308,7 +308,7 @@ def test_only_masks_that_may_hide_a_row_cost_anything(offset: int) -> None:
     assert (aten.any.dim in targets(new)) == (offset < 0)
     assert new(*args)[:, :, 0].isnan().all() == (offset < 0)
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-10, atol=1e-10, equal_nan=True)
-    assert simplify_masks(new)[1][0].applied == (offset == 0)
+    assert simplify_masks(new)[1][0].is_done == (offset == 0)
 
 
 # -- what is left alone --------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_what_is_left_alone(name: str) -> None:
     args = made(QKV)
     gm = traced(code, *args)
     new, (note,) = fuse_attention(gm)
-    assert new is gm and not note.applied and why in note.reason, note
+    assert new is gm and not note.is_done and why in note.reason, note
 
 
 def test_a_copy_keeps_what_was_changed_later() -> None:
@@ -458,7 +458,7 @@ def test_repeated_heads_are_grouped_where_there_is_no_mask() -> None:
     for code in (repeated, grouped):
         new, _ = _on_cuda(code, *heads)
         new, (note,) = group_queries(new)
-        assert note.applied, note
+        assert note.is_done, note
         args = made(tuple(heads), torch.float64)
         torch.testing.assert_close(new(*args), code(*args), rtol=1e-10, atol=1e-10)
 
@@ -603,7 +603,7 @@ def test_every_attention_has_a_note() -> None:
 
     gm = traced(twice, *made(SQUARE))
     new, notes = fuse_attention(gm)
-    assert [n.applied for n in notes] == [True, False, True]
+    assert [n.is_done for n in notes] == [True, False, True]
     assert targets(new).count(SDPA) == 2
     args = made(SQUARE, torch.float64)
     assert_same(new, twice, args)

@@ -70,7 +70,7 @@ def test_what_is_query_and_key_at_once_has_its_factor_twice() -> None:
 
     for function in (attention, by_a_view):
         new, notes = applied(scale_scores, function, *torch.randn(2, 2, 4, 7, 8, dtype=torch.float64))
-        assert [note.applied for note in notes] == [True, True]
+        assert [note.is_done for note in notes] == [True, True]
         assert not any(target in (aten.mul.Tensor, aten.div.Tensor) for target in targets(new))
         x, v = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64)
         fast = fc.compile(function, strict=True, backend="eager", device="h200")
@@ -104,7 +104,7 @@ def test_copies_before_a_call_and_behind_it() -> None:
         return F.scaled_dot_product_attention(*operands).transpose(1, 2).contiguous().view(2, 7, 32) + 1
 
     new, notes = applied(read_in_place, called, *inputs())
-    assert [n.applied for n in notes] == [True] * 3
+    assert [n.is_done for n in notes] == [True] * 3
     assert targets(new).count(COPY) == 1
     copy = new.graph.find_nodes(op="call_function", target=COPY)[0]
     assert copy.all_input_nodes[0].meta["val"].is_contiguous(), "nothing is left to copy"
@@ -118,7 +118,7 @@ def test_one_copy_that_is_query_key_and_value() -> None:
     gm = traced(called, inputs()[0])
     (call,) = gm.graph.find_nodes(op="call_function", target=SDPA)
     _, (note,) = applied(read_in_place, lambda x: called(x).sum(-1), inputs()[0])
-    assert note.applied and note.reason.startswith("query, key, value read") and call.all_input_nodes
+    assert note.is_done and note.reason.startswith("query, key, value read") and call.all_input_nodes
 
 
 def shown(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_copies_that_stay(function: Callable[..., Tensor], reason: str) -> None:
     gm = traced(function, *inputs())
     before = [str(n.meta.get("val")) for n in gm.graph.nodes]
     new, (note,) = applied(read_in_place, function, *inputs())
-    assert new.code == gm.code and not note.applied and reason in note.reason, note
+    assert new.code == gm.code and not note.is_done and reason in note.reason, note
     assert [str(n.meta.get("val")) for n in new.graph.nodes] == before
 
 
@@ -185,7 +185,7 @@ def test_rows_that_no_kernel_loads_whole_are_copied_on_a_gpu() -> None:
         return F.scaled_dot_product_attention(q, k, v).sum(-1)
 
     _, notes = applied(read_in_place, called, *on_cuda((2, 7, 60)))
-    assert [n.applied for n in notes] == [False] * 3 and "multiples of 16 bytes" in notes[0].reason
+    assert [n.is_done for n in notes] == [False] * 3 and "multiples of 16 bytes" in notes[0].reason
     wider = on_cuda((2, 7, 192))
     _, notes = applied(
         read_in_place,
@@ -194,7 +194,7 @@ def test_rows_that_no_kernel_loads_whole_are_copied_on_a_gpu() -> None:
         ).sum(-1),
         *wider,
     )
-    assert [n.applied for n in notes] == [True] * 3
+    assert [n.is_done for n in notes] == [True] * 3
 
 
 SCALED: dict[str, tuple[Callable[..., Tensor], float]] = {
@@ -218,7 +218,7 @@ SCALED: dict[str, tuple[Callable[..., Tensor], float]] = {
 def test_numbers_go_into_the_scale(name: str) -> None:
     function, factor = SCALED[name]
     new, notes = applied(scale_scores, function, *inputs())
-    assert notes and all(n.applied for n in notes)
+    assert notes and all(n.is_done for n in notes)
     (call,) = new.graph.find_nodes(op="call_function", target=SDPA)
     own = 1.0 if name == "scale" else 8**-0.5
     assert call.kwargs["scale"] == pytest.approx(factor * own)
@@ -268,7 +268,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 def test_a_bias_of_crossed_rows_is_copied_once_and_spread() -> None:
     new, notes = applied(make_operands_contiguous, biased, *on_cuda(Q, K, V, (7, 7, 4)))
-    assert [note.applied for note in notes] == [True, True]
+    assert [note.is_done for note in notes] == [True, True]
     assert targets(new).count(COPY) == 1
     first, second = new.graph.find_nodes(op="call_function", target=SDPA)
     mask = first.args[3]
@@ -284,7 +284,7 @@ def test_crossed_values_are_copied(dtype: torch.dtype) -> None:
 
     fakes = [fake.to(dtype) for fake in on_cuda(Q, K, V)]
     new, (note,) = applied(make_operands_contiguous, called, *fakes)
-    assert note.applied and "value copied" in note.reason and COPY in targets(new)
+    assert note.is_done and "value copied" in note.reason and COPY in targets(new)
 
 
 def test_what_has_no_kernel_anyway_is_not_copied() -> None:

@@ -143,7 +143,7 @@ def test_what_is_not_a_convolution_with_relu(function: Callable[..., Tensor]) ->
     given = [torch.randn(s, dtype=torch.float64) for s in (X, W, B, Z)]
     given = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
     new, notes = fuse_convolution_relu(traced(function, *given))
-    assert not any(note.applied for note in notes) and convolution_relu not in targets(new)
+    assert not any(note.is_done for note in notes) and convolution_relu not in targets(new)
     fast: Any = fc.compile(function, backend="interpret")
     with torch.no_grad():
         torch.testing.assert_close(fast(*given), function(*given))

@@ -262,7 +262,7 @@ def test_a_net_that_returns_a_part_of_an_image_stays(monkeypatch: pytest.MonkeyP
 
     gm = traced_on_cuda(function, *on_cuda((2, 8, 8, 8), (8, 8, 3, 3)))
     new, notes = use_channels_last(gm)
-    assert new is gm and not notes[0].applied and "part of a larger tensor" in notes[0].reason
+    assert new is gm and not notes[0].is_done and "part of a larger tensor" in notes[0].reason
 
 
 def test_a_net_that_is_turned_already_stays() -> None:

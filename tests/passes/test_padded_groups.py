@@ -144,14 +144,14 @@ def notes_of(shape: tuple[int, ...], groups: int) -> tuple[Any, list[Any]]:
 
 def test_padding_is_refused_where_it_does_not_pay() -> None:
     new, (note,) = notes_of((64, 576, 14, 14), 24)
-    assert note.applied and note.reason == "groups of 24 channels padded to 32"
+    assert note.is_done and note.reason == "groups of 24 channels padded to 32"
     assert torch.ops.aten.constant_pad_nd.default in targets(new)
     for shape, groups in (
         ((1, 576, 14, 14), 24),
         ((64, 192, 56, 56), 48),
     ):  # one image; groups of four channels
         new, (note,) = notes_of(shape, groups)
-        assert not note.applied and note.reason.startswith("padding takes them from")
+        assert not note.is_done and note.reason.startswith("padding takes them from")
         assert torch.ops.aten.constant_pad_nd.default not in targets(new)
     for groups in (18, 1, 576):  # a fast width, one group, depthwise
         assert notes_of((64, 576, 14, 14), groups)[1] == []

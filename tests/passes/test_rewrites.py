@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ir.decision import Decision
+from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.ir.layout import VIEWS
-from fusion_compiler.ir.rewrite_note import Level, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
@@ -191,9 +192,9 @@ def test_masks(name: str) -> None:
     assert gm.print_readable(print_output=False) == before
     (note,) = notes
     assert verdict in note.reason
-    assert note.applied == (verdict in ("causal", "all true"))
+    assert note.is_done == (verdict in ("causal", "all true"))
     call = new.graph.find_nodes(op="call_function", target=SDPA)[0]
-    if note.applied:
+    if note.is_done:
         assert len(targets(new)) == 1, "the mask is still built"
         assert call.args[5] == (verdict == "causal")
         torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
@@ -218,15 +219,15 @@ def test_a_mask_that_is_used_elsewhere_stays() -> None:
 
     q = torch.randn(1, 1, 5, 8)
     new, (note,) = simplify_masks(traced(attention, q))
-    assert note.applied
+    assert note.is_done
     torch.testing.assert_close(new(q), attention(q))
 
 
-def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) -> list[RewriteNote]:
+def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) -> list[Decision]:
     """The notes of one forward pass of a model, whose result is checked against eager."""
     model, batch = models.small(name, dropout=False)
     batch |= extra
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
 
     def keep(gm: fx.GraphModule, inputs: Any, info: Any) -> Any:
         notes.extend(info.rewrites)
@@ -266,13 +267,13 @@ def test_masks_of_models(name: str, dynamic: bool | None) -> None:
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_mask_of_ones_that_is_data_stays(name: str) -> None:
     notes = _notes_of(name, attention_mask=torch.ones(2, 19, dtype=torch.int64))
-    assert notes and not any(n.applied for n in notes)
+    assert notes and not any(n.is_done for n in notes)
 
 
 def test_padding_still_counts() -> None:
     mask = torch.ones(2, 19, dtype=torch.int64)
     mask[0, 15:] = 0
-    assert not any(n.applied for n in _notes_of("bert", attention_mask=mask))
+    assert not any(n.is_done for n in _notes_of("bert", attention_mask=mask))
 
 
 # Grouped queries
@@ -290,7 +291,7 @@ def test_grouped_queries(repeat: Callable[[torch.Tensor, int], torch.Tensor]) ->
 
     shapes = (2, 6, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)
     new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
-    assert note.applied and targets(new) == [SDPA]
+    assert note.is_done and targets(new) == [SDPA]
     args = [torch.randn(s, dtype=torch.float64) for s in shapes]
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
 
@@ -303,7 +304,7 @@ def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ..
 
     shapes = (2, 6, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8), mask
     new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
-    assert note.applied
+    assert note.is_done
     assert [t for t in targets(new) if t not in VIEWS] == [SDPA]
     for kind in (torch.bool, torch.float64):
         args = [torch.randn(s, dtype=torch.float64) for s in shapes]
@@ -325,7 +326,7 @@ def test_grouped_queries_are_refused() -> None:
     def reason(function: Callable[..., Any], *fakes: torch.Tensor) -> str:
         gm = traced_on_cuda(function, *fakes)
         new, (note,) = group_queries(gm)
-        assert new is gm and not note.applied
+        assert new is gm and not note.is_done
         return note.reason
 
     def masked(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.experts import deepseek
-from fusion_compiler.ir.rewrite_note import Level
+from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS, scale_rows
 from fusion_compiler.pipeline import passes_at
 from tests.exactness import not_as_close
@@ -44,7 +44,7 @@ MATRICES = products((3, 5, 8), (3, 8, 16), (3, 5))
 def test_the_factor_goes_before_the_product() -> None:
     gm, notes = scale_rows(traced(experts, *MATRICES))
     (note,) = notes
-    assert note.applied and note.reason == "8 columns are multiplied before the product, not 16 behind"
+    assert note.is_done and note.reason == "8 columns are multiplied before the product, not 16 behind"
     order = targets(gm)
     assert order.index(aten.mul.Tensor) < order.index(aten.bmm.default)
 

@@ -96,7 +96,7 @@ def test_a_search_that_takes_too_long_ends_with_what_it_found(monkeypatch: pytes
     for compiled in ended:
         for our, their in zip(compiled(x, y), shifted_twice(x, y), strict=True):
             torch.testing.assert_close(our, their)
-    plans = [str(replace(compiled.plans[0], notes={})) for compiled in ended]
+    plans = [str(replace(compiled.plans[0], decisions=())) for compiled in ended]
     assert plans[0] == plans[1], "however fast a machine is"
     early = ended[0].plans[0]
     assert len(early.clusters) > len(whole.plans[0].clusters)

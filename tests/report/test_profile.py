@@ -25,9 +25,12 @@ from fusion_compiler.errors import (
     NothingToProfileError,
     ReplayedGraphError,
 )
+from fusion_compiler.ir.decision import Outcome
 from fusion_compiler.ir.plan_text import WIDTH
 from fusion_compiler.report.profiling import Profile, profile_of
 from fusion_compiler.report.timeline import STEP, device_timeline, host_timeline, named
+from fusion_compiler.runtime.cuda_graphs import RECORDED
+from fusion_compiler.runtime.pairs import replayed
 from fusion_compiler.stitch.graph_source import Ranged
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import stitch
@@ -418,7 +421,7 @@ def test_recorded_graphs_are_refused_before_anything_runs() -> None:
     x = torch.randn(3)
     fast(x)
     (plan,) = plan_of(fast)
-    plan.notes["CUDA graph"] = "recorded"
+    plan_of(fast).decide(plan.name, replayed(RECORDED, Outcome.FORCED))
     with pytest.raises(ReplayedGraphError, match="cudagraphs=True"):
         fc.profile(fast, x)
 

@@ -121,10 +121,8 @@ CASES: dict[str, tuple[nn.Module, Tensor, str]] = {
 
 
 def text(plans: tuple[FusionPlan, ...]) -> str:
-    texts = [
-        json.dumps({**p.json(), "notes": {k: v for k, v in p.notes.items() if k != "seconds"}}) for p in plans
-    ]
-    return "\n".join(texts)
+    timeless = (replace(p, decisions=tuple(d for d in p.decisions if d.rule != "seconds")) for p in plans)
+    return "\n".join(json.dumps(p.json()) for p in timeless)
 
 
 def calls(plans: tuple[FusionPlan, ...]) -> list[str]:

@@ -204,7 +204,8 @@ def test_a_backward_follows_its_forward(monkeypatch: pytest.MonkeyPatch) -> None
 
     def decide(phase: Phase, number: int, reason: str | None) -> tuple[Any, str]:
         reasons.append(reason)
-        return recordings.wrap(plain, graph, [], info_of(phase, number))
+        run, decision = recordings.wrap(plain, graph, [], info_of(phase, number))
+        return run, decision.reason
 
     run, note = decide(Phase.BACKWARD, 0, None)
     assert (run, note) == (plain, FORWARD_IS_NOT)
@@ -271,8 +272,8 @@ def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPa
         ran.append("plain")
         return []
 
-    call, note = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
-    assert "but with the sizes that it was captured with: its launches take 900 us" in note
+    call, decision = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
+    assert "but with the sizes that it was captured with: its launches take 900 us" in decision.reason
     for size in (65536, 65536, 65536, 64, 64, 64, 7, 32, 32, 32):
         call([size, torch.ones(size)])
     assert ran == [*["plain"] * 4, "replayed", "replayed", *["plain"] * 4]
@@ -346,7 +347,7 @@ def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytes
     assert len(forward["static"]) == 3 and set(forward["mutated_input_idxs"]) <= set(forward["static"])
     assert len(forward["mutated_input_idxs"]) == 1 and forward["device_index"] == 0
     assert len(forward["placeholders"]) == forward["count"]
-    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [RECORDED] * 2
+    assert [plan.decision("CUDA graph").reason for plan in fast.plan] == [RECORDED] * 2
 
 
 def test_caches_that_move_and_grow_are_replayed_where_they_lay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +382,7 @@ def test_caches_that_move_and_grow_are_replayed_where_they_lay(monkeypatch: pyte
                 new, at = torch.randn(1, 64), torch.tensor([position])
                 torch.testing.assert_close(fast(cache, new, at), put(twin, new, at))
                 torch.testing.assert_close(cache, twin)
-    assert [plan.notes["CUDA graph"] for plan in fast.plan] == [f"{RECORDED}; {FORMS}"] * 2
+    assert [plan.decision("CUDA graph").reason for plan in fast.plan] == [f"{RECORDED}; {FORMS}"] * 2
     assert list(recorded.values()) == [3] * 4, "all tokens but each cache's first"
 
 
@@ -390,7 +391,7 @@ def test_on_a_cpu_it_says_why_not() -> None:
     x = torch.randn(5)
     with pytest.warns(FusionWarning, match="graph0.inference is not recorded as a CUDA graph"):
         torch.testing.assert_close(fast(x), F.gelu(x))
-    assert "interpret" in fast.plan[0].notes["CUDA graph"]
+    assert "interpret" in fast.plan[0].decision("CUDA graph").reason
 
 
 def test_no_memory_is_kept_from_a_recording() -> None:

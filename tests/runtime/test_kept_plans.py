@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from fusion_compiler import api
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir import record
+from fusion_compiler.ir.decision import noted
 from fusion_compiler.ir.loops import Constant
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.chunks import chunk
@@ -146,7 +147,7 @@ def test_what_cannot_be_written_is_told() -> None:
     model, x = Block(), torch.randn(5, 16)
     step(done := compiled(model), x)
     plan = next(iter(done.plan))
-    ended = replace(plan, notes={**plan.notes, "search": "ended"})
+    ended = plan.decided(noted("search", "ended"))
     assert "search ended" in str(KeptPlans().put("a", ended, {}))
     strange = replace(plan, leftovers=(object(),))  # type: ignore[arg-type]
     assert KeptPlans().put("b", strange, {}) == "it holds object " + str(strange.leftovers[0])[:40]

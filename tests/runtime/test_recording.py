@@ -217,7 +217,7 @@ def test_numbers_tell_recordings_apart() -> None:
 
 def kept_by(plan: Any) -> str:
     """The decision about a graph, without the bytes that it keeps."""
-    return plan.notes["CUDA graph"].partition("; keeps")[0]
+    return plan.decision("CUDA graph").reason.partition("; keeps")[0]
 
 
 def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
@@ -461,7 +461,7 @@ def test_the_plan_says_what_is_kept_or_why_nothing_is(
     model = Net()
     fast = fc.compile(model, tune=False, strict=True, graph_memory=limit)
     trained_beside_eager(fast, model, 4)
-    notes = [plan.notes["CUDA graph"] for plan in fast.plan]
+    notes = [plan.decision("CUDA graph").reason for plan in fast.plan]
     assert text in notes[0] and (text in notes[1] or notes[1] == FORWARD_IS_NOT)
     assert (pools[0].replayed > 0) == bool(limit)
 
@@ -610,7 +610,7 @@ def test_a_failed_allocation_drops_what_is_kept(
         torch.testing.assert_close(got.grad, want.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
     steps_beside_eager(fast, model, exact, "fb")
     assert pool.replayed == before[0] + 1
-    assert "memory does not suffice" in fast.plan[0].notes["CUDA graph"]
+    assert "memory does not suffice" in fast.plan[0].decision("CUDA graph").reason
 
 
 def test_a_replay_for_whose_results_memory_does_not_suffice_runs_as_without(

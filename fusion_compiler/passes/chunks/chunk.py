@@ -28,7 +28,8 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
-from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (
@@ -79,10 +80,10 @@ class Limits:
 LIMITS = Limits()
 
 
-def chunk_losses(graph: fx.Graph) -> Notes:
+def chunk_losses(graph: fx.Graph) -> Decisions:
     """Cut into chunks, in place, all large logits of a joint or an inference graph of which only a loss is
     wanted."""
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     gradients = dependents(graph, tangents(graph))
     large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
     for node in large:
@@ -106,7 +107,7 @@ class _NoLossError(Exception):
     """The rows are those of a hidden layer."""
 
 
-def _chunk(graph: fx.Graph, node: fx.Node) -> RewriteNote:
+def _chunk(graph: fx.Graph, node: fx.Node) -> Decision:
     sizes = tuple(node.meta["val"].shape)
     try:
         if not all(isinstance(n, int) for n in (*sizes, *factors(node)[0].meta["val"].shape)):
@@ -115,8 +116,8 @@ def _chunk(graph: fx.Graph, node: fx.Node) -> RewriteNote:
     except RefusedError as reason:
         if not _has_loss(graph, node):
             raise _NoLossError from reason
-        return RewriteNote(RULE, node.name, False, f"{node.name} {sizes} is stored whole: {reason}")
-    return RewriteNote(RULE, node.name, True, told)
+        return Decision(RULE, node.name, Outcome.REFUSED, f"{node.name} {sizes} is stored whole: {reason}")
+    return Decision(RULE, node.name, Outcome.DONE, told)
 
 
 def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:

@@ -23,7 +23,8 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import copied
 from fusion_compiler.ir.chunks import Chunked, Rows, wide
-from fusion_compiler.ir.rewrite_note import Level, Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dependents
@@ -33,16 +34,16 @@ RULE = "chunked gradient"
 ALIGNED = 8  # columns: products over others are slow
 
 
-def chunk_gradients(graph: fx.Graph) -> Notes:
+def chunk_gradients(graph: fx.Graph) -> Decisions:
     """Cut into chunks, in place, the gradients of all large logits that a backward graph is given."""
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     sum_one_hot(graph)
     for node in large_logits(graph):
         try:
             notes += _chunk(graph, node)
         except (RefusedError, AnotherError) as reason:
             told = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
-            notes.append(RewriteNote(RULE, node.name, False, told))
+            notes.append(Decision(RULE, node.name, Outcome.REFUSED, told))
     return tuple(notes)
 
 
@@ -81,7 +82,7 @@ def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
     return min(found, default=None)
 
 
-def _chunk(graph: fx.Graph, logits: fx.Node) -> Notes:
+def _chunk(graph: fx.Graph, logits: fx.Node) -> Decisions:
     rank = len(shape(logits))
     told = f"the gradient of {logits.name} {shape(logits)} in "
     try:
@@ -95,7 +96,9 @@ def _chunk(graph: fx.Graph, logits: fx.Node) -> Notes:
             found = _cut(chunk.Rewriter(graph, logits, Rows(0, rank - 1)))
         except (RefusedError, AnotherError) as other:
             raise RefusedError(f"{other}{how}") from other
-    return (RewriteNote(RULE, logits.name, True, f"{told}{found.size}{how}"),) if found is not None else ()
+    if found is None:
+        return ()
+    return (Decision(RULE, logits.name, Outcome.DONE, f"{told}{found.size}{how}"),)
 
 
 def _cut(rewriter: chunk.Rewriter) -> Chunked | None:
@@ -121,7 +124,7 @@ def _wide_bytes(node: fx.Node) -> int:
     return value.numel() * wide(value.dtype).itemsize
 
 
-def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Return (a copy of a backward graph that computes gradients of large logits in chunks, notes).
 
     Return the graph itself if it has no such logits.
@@ -130,7 +133,7 @@ def with_chunked_gradients(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         return gm, ()
     copy, _ = copied(gm)
     notes = chunk_gradients(copy.graph)
-    if not any(note.applied for note in notes):
+    if not any(note.is_done for note in notes):
         return gm, notes
     copy.recompile()
     return copy, notes

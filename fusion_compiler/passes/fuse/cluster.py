@@ -12,6 +12,7 @@ from math import inf
 import sympy
 
 from fusion_compiler.ir.dag import FEW_ROWS, OpDag
+from fusion_compiler.ir.decision import Decisions, noted
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, Load, LoopNest
@@ -85,7 +86,8 @@ def plan(
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
     final = {n: c.name for c in clusters for n in c.ops}
     rejections = _current(search, final)
-    note = pool.effort.note
+    early = pool.effort.note
+    ended = () if early is None else (noted("search", f"ended before all was tried: {early}"),)
     return FusionPlan(
         name,
         dag,
@@ -94,9 +96,7 @@ def plan(
         rejections,
         device.name,
         calls,
-        notes=_notes(dag)
-        | _phase(dag, clusters, setting)
-        | ({} if note is None else {"search": f"ended before all was tried: {note}"}),
+        decisions=(*_rounded(dag), *_phase(dag, clusters, setting), *ended),
         setting=setting,
         solved=solved,
     )
@@ -122,36 +122,37 @@ def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
     return [known(c) for c in clusters]
 
 
-def _notes(dag: OpDag) -> dict[str, str]:
+def _rounded(dag: OpDag) -> Decisions:
     """Return what the plan says about values that are rounded because a discontinuous operation depends on
     them."""
     ops = [dag.op(name) for name in dag.order]
     made = (op for op in ops if op.reproducible and spec_of(op.target) is not None and not is_view(op))
     rounded = [op.name for op in made if op.outputs[0].dtype in HALVES]
     if not rounded:
-        return {}
+        return ()
     names = ", ".join(rounded[:4]) + (", ..." if len(rounded) > 4 else "")
     values = count(len(rounded), "16-bit value")
-    return {"reproducible": f"{values} rounded where computed, for comparisons: {names}"}
+    return (noted("reproducible", f"{values} rounded where computed, for comparisons: {names}"),)
 
 
-def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> dict[str, str]:
+def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisions:
     """Return what the plan says about a graph if products of few tokens take most of its products' time."""
     tokens = {op.name: tokens_of(op, setting.hints) for op in map(dag.op, dag.order)}
     every = [dag.op(name) for name, number in tokens.items() if number < inf]
     few = [op for op in every if tokens[op.name] <= FEW_ROWS]
     us = {op.name: contraction_cost(op, setting.device, setting.hints).us for op in every}
     if 2 * sum(us[op.name] for op in few) <= sum(us.values()):
-        return {}
+        return ()
     rows = sorted({int(tokens[op.name]) for op in few})
     fused = len({n for c in clusters for n in c.ops}.intersection(op.name for op in few))
     if not fused:
-        return {}
+        return ()
     span = count(rows[0], "row") if len(rows) == 1 else f"{rows[0]} to {rows[-1]} rows"
     if not all(isinstance(size, int) for op in few for size in op.outputs[0].shape[-2:]):
         span += " now"  # the note "row ranges" says how many they may be
     products = count(len(few), "product")
-    return {"phase": f"decode: {products} of {span}, as fast as matrices are read; {fused} in clusters"}
+    text = f"decode: {products} of {span}, as fast as matrices are read; {fused} in clusters"
+    return (noted("phase", text),)
 
 
 def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:

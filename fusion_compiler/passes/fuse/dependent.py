@@ -29,6 +29,7 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.dims import is_positive
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan import FusionPlan
@@ -55,7 +56,7 @@ def launched_dependently(
         return plan
     reason = refusal(plan, info, wanted)
     if reason is not None:
-        return replace(plan, notes={**plan.notes, NOTE: f"refused: {reason}"})
+        return plan.decided(Decision(NOTE, "", Outcome.REFUSED, reason))
     clusters = {cluster.name: cluster for cluster in plan.clusters}
     constant = constants(plan.dag, info.static_inputs)
     found: dict[str, Cluster] = {}
@@ -66,7 +67,7 @@ def launched_dependently(
     kernels = count(len(plan.clusters), "kernel")
     told = f"{len(found)} of {kernels}, of {_mean(plan):.1f} us each, start while the one before them ends"
     decided = tuple(found.get(cluster.name, cluster) for cluster in plan.clusters)
-    return replace(plan, clusters=decided, notes={**plan.notes, NOTE: f"done: {told}"})
+    return replace(plan, clusters=decided).decided(Decision(NOTE, "", Outcome.DONE, told))
 
 
 def refusal(plan: FusionPlan, info: GraphInfo, wanted: bool | Literal["auto"]) -> str | None:

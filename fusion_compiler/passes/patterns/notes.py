@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.rewrite_note import RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, noted
 from fusion_compiler.passes.patterns.match import Found, Lost, Match
 from fusion_compiler.passes.patterns.nearest import closest, place
 from fusion_compiler.passes.patterns.trace import Traced
@@ -69,27 +69,25 @@ def overlaps(found: Found, watched: Collection[Pattern]) -> list[tuple[str, str]
 
 def notes_of_hints(
     patterns: Sequence[Traced], found: Found, watched: Collection[Pattern], *, backward: bool
-) -> dict[str, str]:
-    """What became of the user's hints in one graph, by name. Empty where there are none.
+) -> Decisions:
+    """Return what became of the user's hints in one graph. Empty where there are none.
 
     backward: the graph is a backward one, in which only the gradients of patterns are expected.
     """
     hints = [t for t in patterns if t.pattern in watched]
     if not hints:
-        return {}
-    notes: dict[str, list[str]] = {}
+        return ()
+    notes: list[Decision] = []
     dag = found.graph.dag
     matched = Counter(m.name for m in found.matches if m.pattern in watched)
     for name, times in matched.items():
         count = "once" if times == 1 else f"{times} times"
         where = places([m.root for m in found.matches if m.name == name], dag)
-        notes.setdefault(name, []).append(f"matched {count}, {where}")
-    for name, text in overlaps(found, watched):
-        notes.setdefault(name, []).append(text)
+        notes.append(noted(name, f"matched {count}, {where}"))
+    notes += [noted(name, text) for name, text in overlaps(found, watched)]
     expected = [t for t in hints if t.saved or not backward]
-    for name, text in not_found(expected, found, watched):
-        notes.setdefault(name, []).append(text + _after_kernels(dag))
-    return {name: "; ".join(texts) for name, texts in notes.items()}
+    notes += [noted(name, text + _after_kernels(dag)) for name, text in not_found(expected, found, watched)]
+    return tuple(notes)
 
 
 def _after_kernels(dag: OpDag) -> str:
@@ -101,10 +99,10 @@ def _after_kernels(dag: OpDag) -> str:
 
 def notes_of_rules(
     patterns: Sequence[Traced], found: Found, watched: Collection[Pattern]
-) -> tuple[RewriteNote, ...]:
+) -> tuple[Decision, ...]:
     """What became of rewrites and kernels without a match; each match has a note of its own."""
     rows = [
         *overlaps(found, watched),
         *not_found(patterns, found, watched, exact=True),
     ]
-    return tuple(RewriteNote(name, "", None, text) for name, text in rows)
+    return tuple(noted(name, text) for name, text in rows)

@@ -29,7 +29,8 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     size_of,
 )
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
@@ -46,7 +47,7 @@ class _Progression:
     dims: tuple[int, ...]
 
 
-def slice_lookups(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def slice_lookups(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Replace the lookups of `gm` (ATen above autograd) whose indices are known from their coordinates."""
     lookups = [node for node in gm.graph.nodes if node.target in _FORMS]
     written = mutated_nodes(gm.graph.nodes) if lookups else set()
@@ -61,7 +62,7 @@ def slice_lookups(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         node.replace_all_uses_with(result)
         new.graph.erase_node(node)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, "no lookup by data") for node in emitters)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, "no lookup by data") for node in emitters)
 
 
 Emitter = Callable[[fx.Node], fx.Node]

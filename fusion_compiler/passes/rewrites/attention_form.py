@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.capture.graphs import arguments, mutated_nodes
+from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Refused
 from fusion_compiler.passes.rewrites.axes import (
     COPIES,
     PERMUTATIONS,

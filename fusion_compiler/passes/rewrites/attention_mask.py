@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, erase_unused, is_pure, mutated_nodes
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
 from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, Le0, at
 
@@ -36,7 +37,7 @@ class Mask(StrEnum):
     CAUSAL = "causal"
 
 
-def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Drop or replace the masks of `gm` (ATen above autograd) that are proved trivial."""
     calls = [n for n in gm.graph.find_nodes(op="call_function", target=_SDPA) if arguments(n)["attn_mask"]]
     if not calls:
@@ -44,7 +45,7 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     new, nodes = copied(gm)
     written = mutated_nodes(new.graph.nodes)
     verdicts: dict[fx.Node, tuple[Mask | None, str]] = {}
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for call in (nodes[c] for c in calls):
         mask = arguments(call)["attn_mask"]
         if mask not in verdicts:
@@ -54,8 +55,8 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
             kind, reason = None, "causal, but queries and keys differ in length"
         if kind is not None:
             _replace(call, kind)
-        notes.append(RewriteNote(RULE, call.name, kind is not None, reason))
-    if not any(note.applied for note in notes):
+        notes.append(Decision(RULE, call.name, Outcome.of(kind is not None), reason))
+    if not any(note.is_done for note in notes):
         return gm, tuple(notes)
     for mask in verdicts:
         erase_unused(ancestors(mask))

@@ -26,7 +26,8 @@ from fusion_compiler.capture.graphs import (
     refuse_strides,
     trace_strides,
 )
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
 from fusion_compiler.passes.rewrites.constants import constant
 from fusion_compiler.passes.rewrites.mask_algebra import expression
@@ -40,27 +41,27 @@ BY_ROWS = "contiguous attention operands"
 _ALIGNED = 16  # bytes that kernels of attention load at once
 
 
-def read_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def read_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Drop the copies that attention calls of `gm` (ATen above autograd) read, where nobody else sees it."""
     if not any(_copies(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
         return gm, ()
     new, _ = copied(gm)
     written = mutated_nodes(new.graph.nodes)
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for call in new.graph.find_nodes(op="call_function", target=_SDPA):
         for copy, names in _copies(call).items():
             try:
                 _drop(call, copy, written)
-                notes.append(RewriteNote(IN_PLACE, call.name, True, f"{names} read where it is"))
+                notes.append(Decision(IN_PLACE, call.name, Outcome.DONE, f"{names} read where it is"))
             except Refused as reason:
-                notes.append(RewriteNote(IN_PLACE, call.name, False, f"{names} copied: {reason}"))
-    if not any(note.applied for note in notes):
+                notes.append(Decision(IN_PLACE, call.name, Outcome.REFUSED, f"{names} copied: {reason}"))
+    if not any(note.is_done for note in notes):
         return gm, tuple(notes)
     new.recompile()
     return new, tuple(notes)
 
 
-def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Multiply the scores of attention calls of `gm` instead of their queries or keys by a number.
 
     The product's operand is then not rounded once more.
@@ -68,25 +69,25 @@ def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     if not any(_factors(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
         return gm, ()
     new, _ = copied(gm)
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for call in new.graph.find_nodes(op="call_function", target=_SDPA):
         for name, (product, factor) in _factors(call).items():
             if product.users:  # queries and keys may be one: each has the factor
                 product.replace_all_uses_with(product.all_input_nodes[0])
                 erase_unused({product, *product.all_input_nodes})
             _multiply(call, factor)
-            notes.append(RewriteNote(SCALE, call.name, True, f"its {name} times {factor:g}"))
+            notes.append(Decision(SCALE, call.name, Outcome.DONE, f"its {name} times {factor:g}"))
     new.recompile()
     return new, tuple(notes)
 
 
-def make_operands_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_operands_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Copy what attention calls of `gm` read across the grain, where that alone keeps them from a kernel."""
     if not any(_crossed(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
         return gm, ()
     new, _ = copied(gm)
     laid: dict[fx.Node, fx.Node] = {}
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for call in new.graph.find_nodes(op="call_function", target=_SDPA):
         for operand, names in _crossed(call).items():
             if operand not in laid:
@@ -94,10 +95,10 @@ def make_operands_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]
                     laid[operand] = _by_rows(call, operand)
             try:
                 _exchange(call, operand, laid[operand])
-                notes.append(RewriteNote(BY_ROWS, call.name, True, f"{names} copied row by row"))
+                notes.append(Decision(BY_ROWS, call.name, Outcome.DONE, f"{names} copied row by row"))
             except Refused as reason:
-                notes.append(RewriteNote(BY_ROWS, call.name, False, f"{names} not copied: {reason}"))
-    if not any(note.applied for note in notes):
+                notes.append(Decision(BY_ROWS, call.name, Outcome.REFUSED, f"{names} not copied: {reason}"))
+    if not any(note.is_done for note in notes):
         return gm, tuple(notes)
     erase_unused(set(laid.values()))
     new.recompile()

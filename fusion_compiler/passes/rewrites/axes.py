@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten

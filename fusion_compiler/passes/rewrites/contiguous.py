@@ -15,18 +15,20 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import copied
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 
 _aten = torch.ops.aten
 RULE = "contiguous activations"
 RANK = 3  # (batch, length, features): images keep channels-last, which convolutions ask for
 
 
-def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
     found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
-    notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
+    strides = {node.name: tuple(node.meta["val"].stride()) for node in found}
+    notes = tuple(Decision(RULE, name, Outcome.DONE, f"strides {each}") for name, each in strides.items())
     if not found:
         return gm, ()
     new, nodes = copied(gm)

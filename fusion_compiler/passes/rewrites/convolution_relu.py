@@ -24,7 +24,8 @@ from fusion_compiler.capture.graphs import (
     written_between,
 )
 from fusion_compiler.ir.convolution_relu import convolution_relu, is_one_kernel
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.innermost_channels import has_tensor_units
 
 _aten = torch.ops.aten
@@ -43,7 +44,7 @@ class _Chain:
     relu: fx.Node
 
 
-def fuse_convolution_relu(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_convolution_relu(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Use one operator for convolutions of `gm` (ATen above autograd) and the ReLU behind them."""
     relus = [n for n in gm.graph.nodes if n.target in _RELUS] if is_one_kernel() else []
     chains = [chain for node in relus if (chain := _chain(node)) is not None]
@@ -52,11 +53,11 @@ def fuse_convolution_relu(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     if not chains:
         return gm, ()
     new, nodes = copied(gm)
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for chain in chains:
         reason = _end(chain, nodes)
-        notes.append(RewriteNote(RULE, chain.convolution.name, not reason, reason or "one call"))
-    if not any(note.applied for note in notes):
+        notes.append(Decision(RULE, chain.convolution.name, Outcome.of(not reason), reason or "one call"))
+    if not any(note.is_done for note in notes):
         return gm, tuple(notes)
     new.recompile()
     return new, tuple(notes)

@@ -16,14 +16,15 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
 from fusion_compiler.ir.dag import CONVERSIONS
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 
 _aten = torch.ops.aten
 RULE = "dropped rows"
 
 
-def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Cut the input of `gm`'s linears where all that is read of their results is a part of the rows."""
     written = mutated_nodes(gm.graph.nodes)
     cuts = gm.graph.find_nodes(op="call_function", target=_aten.slice.Tensor)
@@ -35,7 +36,7 @@ def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         _move(nodes[cut], [nodes[n] for n in chain])
     new.recompile()
     return new, tuple(
-        RewriteNote(RULE, chain[0].name, True, _reason(cut, chain[0])) for cut, chain in chains.items()
+        Decision(RULE, chain[0].name, Outcome.DONE, _reason(cut, chain[0])) for cut, chain in chains.items()
     )
 
 

@@ -22,7 +22,8 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     size_of,
 )
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
@@ -31,7 +32,7 @@ _BAGS = (_aten.embedding_bag.default, _aten.embedding_bag.padding_idx)
 _SUM, _MEAN = 0, 1
 
 
-def sum_bags(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def sum_bags(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Take apart the bags of `gm` (ATen above autograd) that are known to have as many rows each."""
     bags = gm.graph.find_nodes(op="call_function", target=_BAGS[0])
     bags = [*bags, *gm.graph.find_nodes(op="call_function", target=_BAGS[1])]
@@ -50,7 +51,7 @@ def sum_bags(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
             new.graph.erase_node(user)
         new.graph.erase_node(node)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, "lookups and a sum") for node in rows)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, "lookups and a sum") for node in rows)
 
 
 def _rows_of_each(node: fx.Node, written: set[fx.Node]) -> int | None:

@@ -25,9 +25,10 @@ from fusion_compiler.capture.graphs import (
     wants_gradient,
 )
 from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
 
 _aten = torch.ops.aten
@@ -37,7 +38,7 @@ RULE = "expert products"
 Key = tuple[fx.Node, Dim, int]
 
 
-def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Let those grouped products of `gm` (ATen above autograd) that have few rows choose their matrices."""
     calls = [c for c in gm.graph.find_nodes(op="call_function", target=GROUPED) if _has_few_rows(c)]
     if not calls:
@@ -47,7 +48,7 @@ def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     taken = [c for c in calls if c not in refused]
     routings = {key: _routing(key, taken, written) for key in dict.fromkeys(map(_key, taken))}
     described = refused | {call: _described(call, routings[_key(call)]) for call in taken}
-    notes = tuple(RewriteNote(RULE, c.name, c not in refused, described[c]) for c in calls)
+    notes = tuple(Decision(RULE, c.name, Outcome.of(c not in refused), described[c]) for c in calls)
     if not taken:
         return gm, notes
     new, nodes = copied(gm)

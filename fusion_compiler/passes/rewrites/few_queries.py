@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, hinted, wants_gradient
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.few_queries import attend
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 
@@ -31,13 +32,15 @@ LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
 
 
-def fuse_decode_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_decode_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Write out those attention calls of `gm` (ATen above autograd) that have few queries."""
     calls = [c for c in gm.graph.find_nodes(op="call_function", target=_SDPA) if _queries(c) <= MOST_QUERIES]
     if not calls:
         return gm, ()
     refused = {call: reason for call in calls if (reason := _refusal(call))}
-    notes = tuple(RewriteNote(RULE, c.name, c not in refused, refused.get(c) or _described(c)) for c in calls)
+    notes = tuple(
+        Decision(RULE, c.name, Outcome.of(c not in refused), refused.get(c) or _described(c)) for c in calls
+    )
     if len(refused) == len(calls):
         return gm, notes
     new, nodes = copied(gm)

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, erase_unused
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -30,7 +31,7 @@ RULE = "grouped queries"
 MAX_HEAD = 256
 
 
-def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Use enable_gqa in those attention calls of `gm` whose keys and values are repeated heads."""
     found: dict[fx.Node, str] = {}
     for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
@@ -38,7 +39,12 @@ def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         if repeated(named["key"]) is not None and repeated(named["value"]) is not None:
             found[call] = "" if _is_one_query(call) else _refusal(call)
     notes = tuple(
-        RewriteNote(RULE, call.name, not reason, reason or "repeated key and value heads are read in place")
+        Decision(
+            RULE,
+            call.name,
+            Outcome.of(not reason),
+            reason or "repeated key and value heads are read in place",
+        )
         for call, reason in found.items()
     )
     if all(found.values()):

@@ -41,8 +41,9 @@ from fusion_compiler.ir.convolution_times import (
     padding_refusal,
     shortest,
 )
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ir.group_norm import group_norm
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
 from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS
 from fusion_compiler.passes.rewrites.padded_groups import convolve_padded
 
@@ -58,7 +59,7 @@ _VIEWS = {_aten.view.default, _aten._unsafe_view.default}
 FEWEST = 8  # channels: fewer fill no tensor unit
 
 
-def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Put channels last in the convolutions of `gm` (ATen above autograd) if the whole graph gets faster."""
     convolutions = [node for node in gm.graph.nodes if _is_in_16_bits(node)]
     chosen = [node for node in convolutions if _can_turn(node)]
@@ -68,7 +69,7 @@ def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     padded, notes = _padded(shapes, passes)
     saved = sum(_saved_us(node, shape, node in padded, passes) for node, shape in shapes.items())
     if not _pays(gm.graph, chosen, saved, trains):
-        return gm, tuple(note for note in notes if not note.applied)
+        return gm, tuple(note for note in notes if not note.is_done)
     new, nodes = copied(gm)
     orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
     orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
@@ -81,9 +82,9 @@ def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         _restore_results(new.graph, values)
     except (Refused, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        return gm, tuple(RewriteNote(RULE, node.name, False, reason) for node in chosen)
+        return gm, tuple(Decision(RULE, node.name, Outcome.REFUSED, reason) for node in chosen)
     new.recompile()
-    turned = (RewriteNote(RULE, node.name, True, "its channels are innermost") for node in chosen)
+    turned = (Decision(RULE, node.name, Outcome.DONE, "its channels are innermost") for node in chosen)
     return new, (*turned, *notes)
 
 
@@ -95,10 +96,10 @@ def _shape(node: fx.Node) -> Convolution | None:
 
 def _padded(
     shapes: Mapping[fx.Node, Convolution], passes: Sequence[str]
-) -> tuple[dict[fx.Node, Convolution], Notes]:
+) -> tuple[dict[fx.Node, Convolution], Decisions]:
     """Return the convolutions that are faster with padded groups, and a note for each that can have them."""
     padded: dict[fx.Node, Convolution] = {}
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for node, shape in shapes.items():
         if shape.padded is None:
             continue
@@ -106,7 +107,7 @@ def _padded(
         if not refusal:
             padded[node] = shape
         reason = refusal or f"groups of {_text(shape.widths)} channels padded to {_text(shape.padded.widths)}"
-        notes.append(RewriteNote(PADDED_GROUPS, node.name, not refusal, reason))
+        notes.append(Decision(PADDED_GROUPS, node.name, Outcome.of(not refusal), reason))
     return padded, tuple(notes)
 
 

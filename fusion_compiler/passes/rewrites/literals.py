@@ -15,13 +15,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.capture.graphs import copied, emit, fake_mode
-from fusion_compiler.ir.rewrite_note import Notes, Pass
+from fusion_compiler.ir.decision import Decisions
+from fusion_compiler.ir.graph_pass import Pass
 
 _aten = torch.ops.aten
 RULE = "scalar constants"
 
 
-def make_constants_scalar(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def make_constants_scalar(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """A graph in which literals are numbers; itself where it has none."""
     if not any(map(_readers_device, gm.graph.nodes)):
         return gm, ()

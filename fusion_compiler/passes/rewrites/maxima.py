@@ -17,15 +17,16 @@ from typing import Any
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.max_pool import aten, max_pool
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.ir.schema import is_view
 
 RULE = "max-pool lowering"
 MOST = 16  # elements of a window: more are read faster one after the other than all at once
 
 
-def lower_max_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def lower_max_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Put operators that clusters hold in the place of such pooling in `gm` (ATen above autograd)."""
     pools = gm.graph.find_nodes(op="call_function", target=aten.max_pool2d.default)
     found = [node for node in pools if _is_small(node)]
@@ -47,7 +48,7 @@ def lower_max_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         if relu is not None:
             new.graph.erase_node(relu)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, _described(node)) for node in found)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, _described(node)) for node in found)
 
 
 def _is_relu_of_windows(node: fx.Node) -> bool:

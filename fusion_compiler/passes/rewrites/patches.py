@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, refuse_strides, trace_strides
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass, Refused
 
 _aten = torch.ops.aten
 RULE = "patches"
@@ -27,7 +28,7 @@ _RANKS: dict[object, int] = {
 }
 
 
-def multiply_patches(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def multiply_patches(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Put products in the place of such convolutions in `gm` (ATen above autograd)."""
     found = [node for node in gm.graph.nodes if _side_by_side(node)]
     if not found:
@@ -40,7 +41,7 @@ def multiply_patches(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         new.graph.erase_node(node)
         _lay_out(made, node.meta["val"])
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, _described(node)) for node in found)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, _described(node)) for node in found)
 
 
 def _side_by_side(node: fx.Node) -> bool:

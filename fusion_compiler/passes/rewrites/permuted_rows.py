@@ -25,8 +25,9 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     size_of,
 )
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.permuted_rows import permuted_rows
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -49,7 +50,7 @@ class _Order:
     restored: list[fx.Node]
 
 
-def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Name the lookups of `gm` (ATen above autograd) by the places of a sort, and those that undo it."""
     sorts = [node for node in gm.graph.nodes if _is_sorts(node)]
     written = mutated_nodes(gm.graph.nodes) if sorts else set()
@@ -57,11 +58,12 @@ def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     if not found:
         return gm, ()
     new, nodes = copied(gm)
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for order in found:
         _name(order, nodes)
         count = len(order.taken) + len(order.restored)
-        notes.append(RewriteNote(RULE, order.places.name, True, f"gradients of {count} lookups are lookups"))
+        reason = f"gradients of {count} lookups are lookups"
+        notes.append(Decision(RULE, order.places.name, Outcome.DONE, reason))
     new.recompile()
     return new, tuple(notes)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments
-from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, shape_of
 
 _aten = torch.ops.aten

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode, size_of
 from fusion_compiler.ir.effects import draws
-from fusion_compiler.ir.rewrite_note import Refused
+from fusion_compiler.ir.graph_pass import Refused
 
 _aten = torch.ops.aten
 Size = int | torch.SymInt

@@ -19,8 +19,9 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_
 
 from fusion_compiler.capture.graphs import arguments, hinted, wants_gradient
 from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.dims import Hints, hint
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.graph_pass import Pass, Refused
 
 _aten = torch.ops.aten
 RULE = "row ranges"
@@ -45,7 +46,7 @@ class Rows:
     matrices: int = 0
 
 
-def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Guards rows of `gm` (ATen above autograd); the graph is the same."""
     if torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.find_nodes(op="placeholder"))):
         return gm, ()
@@ -54,12 +55,12 @@ def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     for call, count, matrix in _products(gm.graph):
         rows = found.setdefault(count.node.expr, Rows(count, call))
         rows.matrices += matrix.numel() * matrix.element_size()
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for rows in found.values():
         try:
-            notes.append(RewriteNote(RULE, rows.call.name, True, _guarded(rows, sizes)))
+            notes.append(Decision(RULE, rows.call.name, Outcome.DONE, _guarded(rows, sizes)))
         except Refused as reason:
-            notes.append(RewriteNote(RULE, rows.call.name, False, str(reason)))
+            notes.append(Decision(RULE, rows.call.name, Outcome.REFUSED, str(reason)))
     return gm, tuple(notes)
 
 

@@ -21,8 +21,9 @@ from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
 from fusion_compiler.ir.dag import CONVERSIONS
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
 from fusion_compiler.passes.rewrites.routing import GROUPED
 
 _aten = torch.ops.aten
@@ -48,7 +49,7 @@ class _Scaled:
         return found
 
 
-def scale_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def scale_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Multiply the left operands of `gm`'s products (ATen above autograd) by the factors of their rows."""
     written = mutated_nodes(gm.graph.nodes)
     multiplied = gm.graph.find_nodes(op="call_function", target=_aten.mul.Tensor)
@@ -60,7 +61,7 @@ def scale_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     for scaled in found:
         _move(_Scaled(*(nodes[n] for n in (scaled.result, scaled.product, scaled.factor))))
     new.recompile()
-    return new, tuple(RewriteNote(RULE, s.product.name, True, _reason(s)) for s in found)
+    return new, tuple(Decision(RULE, s.product.name, Outcome.DONE, _reason(s)) for s in found)
 
 
 def _reason(scaled: _Scaled) -> str:

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, written_between
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -41,7 +42,7 @@ class _Product:
         return f"{left},{right}->{kept}"
 
 
-def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Use einsum for the sums of products of `gm` (ATen above autograd) that are products of matrices."""
     sums = gm.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
     found = {node: product for node in sums if (product := _product_of(node)) is not None}
@@ -51,7 +52,7 @@ def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     for node, product in found.items():
         _multiply(nodes[node], product)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, found[node].equation) for node in found)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, found[node].equation) for node in found)
 
 
 def _product_of(node: fx.Node) -> _Product | None:

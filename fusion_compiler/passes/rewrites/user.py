@@ -20,8 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.errors import PatternConflictError
 from fusion_compiler.ir.dag import OpDag, build
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_info import origins_of
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
 from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
@@ -57,7 +58,7 @@ def check_reachable(patterns: Sequence[Pattern]) -> None:
 
 def _apply(
     patterns: tuple[Rewrite | UserKernel, ...], check: Check | None, gm: fx.GraphModule
-) -> tuple[fx.GraphModule, Notes]:
+) -> tuple[fx.GraphModule, Decisions]:
     dag = build(gm)
     traced = [traced_above_autograd(p) for p in patterns]
     found = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
@@ -66,16 +67,16 @@ def _apply(
         return gm, others
     new, nodes = copied(gm)
     named = {old.name: node for old, node in nodes.items()}
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for match in found.matches:
         try:
             _replace(match, dag, named, new, check)
             done = f"{len(match.ops)} ops replaced, {places([match.root], dag)}"
             promise = match.pattern.promise if isinstance(match.pattern, Rewrite) else ""
             done += f", equal {promise}" if promise else ""
-            notes.append(RewriteNote(match.name, match.root, True, done))
+            notes.append(Decision(match.name, match.root, Outcome.DONE, done))
         except Refused as refused:
-            notes.append(RewriteNote(match.name, match.root, False, str(refused)))
+            notes.append(Decision(match.name, match.root, Outcome.REFUSED, str(refused)))
     new.graph.lint()
     new.recompile()
     return new, (*notes, *others)

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit, hinted
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.padded_groups import pad_weight
 
 _aten = torch.ops.aten
@@ -30,12 +31,13 @@ MIN_FEATURES = 4096  # below, the product is too small to matter
 MIN_ROWS = 256
 
 
-def pad_features(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def pad_features(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Pad the weights of `gm`'s large, unaligned 16-bit linears on CUDA devices."""
     calls = gm.graph.find_nodes(op="call_function", target=_aten.linear.default)
     refusals = {call: _refusal(call) for call in calls if _unaligned(call)}
     notes = tuple(
-        RewriteNote(RULE, call.name, not reason, reason or _reason(call)) for call, reason in refusals.items()
+        Decision(RULE, call.name, Outcome.of(not reason), reason or _reason(call))
+        for call, reason in refusals.items()
     )
     if all(refusals.values()):
         return gm, notes

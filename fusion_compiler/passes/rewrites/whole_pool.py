@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, copied, emit
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass
 
 _aten = torch.ops.aten
 RULE = "global average pool"
@@ -32,7 +33,7 @@ _WINDOWS: dict[object, int] = {
 }
 
 
-def lower_global_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def lower_global_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Take means in `gm` (ATen above autograd) where whole images are pooled."""
     found = [node for node in gm.graph.nodes if _is_whole(node)]
     if not found:
@@ -45,7 +46,7 @@ def lower_global_pools(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         node.replace_all_uses_with(mean)
         new.graph.erase_node(node)
     new.recompile()
-    return new, tuple(RewriteNote(RULE, node.name, True, "a mean") for node in found)
+    return new, tuple(Decision(RULE, node.name, Outcome.DONE, "a mean") for node in found)
 
 
 def _is_whole(node: fx.Node) -> bool:

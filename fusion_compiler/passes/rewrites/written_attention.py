@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
-from fusion_compiler.ir.rewrite_note import Notes, Pass, Refused, RewriteNote
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES, Dim, permutation, shape_of
@@ -42,12 +43,12 @@ MAX_HEAD = 256  # of the flash kernels; above, products of their own are not kno
 HIDDEN = -1e8
 
 
-def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
+def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Use scaled_dot_product_attention where `gm` (ATen above autograd) computes the same with products."""
     if not any(softmax_of(node) for node in gm.graph.nodes):
         return gm, ()
     new, _ = copied(gm)
-    notes: list[RewriteNote] = []
+    notes: list[Decision] = []
     for node in list(new.graph.nodes):
         softmax = softmax_of(node)
         if softmax is None:
@@ -56,10 +57,10 @@ def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
             attention = attention_of(softmax)
             if attention is None:
                 continue
-            notes.append(RewriteNote(RULE, node.name, True, _Call(attention).replace()))
+            notes.append(Decision(RULE, node.name, Outcome.DONE, _Call(attention).replace()))
         except Refused as refused:
-            notes.append(RewriteNote(RULE, node.name, False, str(refused)))
-    if not any(note.applied for note in notes):
+            notes.append(Decision(RULE, node.name, Outcome.REFUSED, str(refused)))
+    if not any(note.is_done for note in notes):
         return gm, tuple(notes)
     new.graph.lint()
     new.recompile()

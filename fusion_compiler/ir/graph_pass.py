@@ -1,4 +1,4 @@
-"""Passes over captured graphs, and notes of what each of them did, or why it did not."""
+"""Passes over captured graphs, as values."""
 
 from __future__ import annotations
 
@@ -9,30 +9,10 @@ from typing import Any
 
 from torch import fx
 
-
-@dataclass(frozen=True, slots=True)
-class RewriteNote:
-    """A note is one decision of a rewrite.
-
-    rule: the rewrite's name. node: the fx node that it looked at ("" for the whole graph).
-    applied: whether the graph changed; None where there was nothing to change. reason: what was proved, or
-    why it was refused or not found.
-    """
-
-    rule: str
-    node: str
-    applied: bool | None
-    reason: str
-
-    def __str__(self) -> str:
-        verdict = "not found" if self.applied is None else "rewritten" if self.applied else "left"
-        return f"{self.rule}: {self.node or 'graph'} {verdict}: {self.reason}"
-
-
-Notes = tuple[RewriteNote, ...]
+from fusion_compiler.ir.decision import Decisions
 
 # A rewrite never changes the graph module that it is given: it returns that one, or a changed copy.
-Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, Notes]]
+Rewrite = Callable[[fx.GraphModule], tuple[fx.GraphModule, Decisions]]
 
 
 class Level(StrEnum):
@@ -48,9 +28,9 @@ class Level(StrEnum):
 class Pass:
     """A pass over a graph that `compile(..., disable=(name,))` leaves out.
 
-    name: the name by which notes, dumps and `disable` know it.
-    apply: graph module -> (the same module or a changed copy, notes). A pass of level JOINT changes an
-        fx.Graph in place and returns notes.
+    name: the name by which decisions, dumps and `disable` know it.
+    apply: graph module -> (the same module or a changed copy, decisions). A pass of level JOINT changes an
+        fx.Graph in place and returns decisions.
     does: what it does, in one sentence. when: what has to hold. gains: what that saves, if it was measured or
         follows from the rewrite.
     rounds_as_eager: False if results are rounded at other places than eager rounds them; numerics="eager"

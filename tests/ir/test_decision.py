@@ -1,0 +1,52 @@
+"""Decisions are values: texts are made from them, and nothing is read back from a text."""
+
+from __future__ import annotations
+
+import torch
+
+import fusion_compiler as fc
+from fusion_compiler.ir.decision import Decision, Outcome, noted, texts_of
+
+
+def test_equal_decisions_are_counted_and_those_of_a_rule_are_joined() -> None:
+    decisions = [
+        Decision("patches", "conv", Outcome.DONE, "its stride is its window"),
+        noted("memory", "1 MB"),
+        Decision("patches", "conv_1", Outcome.DONE, "its stride is its window"),
+        Decision("patches", "conv_2", Outcome.REFUSED, "it is padded"),
+    ]
+    assert texts_of(decisions) == {
+        "patches": "done x2: its stride is its window; refused: it is padded",
+        "memory": "1 MB",
+    }
+
+
+def test_a_forced_decision_counts_as_done() -> None:
+    assert [Decision("rule", "", outcome, "").is_done for outcome in Outcome] == [True, True, False, False]
+
+
+def test_a_plan_tells_its_decisions_as_values() -> None:
+    """Those of passes, of pairs that are apart, and of calls that stay."""
+
+    def residual(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        wave = x.sin()
+        return torch.mm(wave, w).relu() + wave
+
+    fast = fc.compile(residual, backend="eager")
+    fast(torch.randn(300, 40), torch.randn(40, 40))
+    (plan,) = fast.plan
+    decisions = plan.all_decisions
+    assert {d.rule for d in plan.decisions} >= {"memory", "seconds"}
+    apart = {d.subject: d for d in decisions if d.us is not None}
+    assert apart and all(d.outcome is Outcome.REFUSED and d.reason for d in apart.values())
+    assert apart.keys() == {f"{r.a} + {r.b}" for r in plan.rejections}
+    assert [d.subject for d in decisions if d.rule == "library call"] == ["mm"]
+
+
+def test_a_later_decision_of_a_rule_takes_the_place_of_the_earlier_one() -> None:
+    fast = fc.compile(torch.sin, backend="eager")
+    fast(torch.randn(3))
+    later = noted("memory", "measured")
+    plan = fast.plan[0].decided(later)
+    assert plan.decision("memory") == later and plan.decisions.count(later) == 1
+    assert plan.decision("no such rule") is None
