@@ -8,6 +8,7 @@ matched above autograd, before this pipeline begins (`passes.rewrites.user`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -21,7 +22,6 @@ from torch import fx, nn
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch.optim import Optimizer
 
-from fusion_compiler.capture.autograd_cache import source_digest
 from fusion_compiler.capture.capture import make_backend
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.graphs import copied
@@ -57,6 +57,7 @@ from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.ir.plan_text import count
+from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
 from fusion_compiler.options import Options, When
@@ -76,10 +77,17 @@ from fusion_compiler.passes.patterns.trace import (
 )
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.user import check_reachable, replace_patterns
-from fusion_compiler.patterns import DEFAULT_PATTERNS, ClusterHint, Pattern, Rewrite, UserKernel, checked
+from fusion_compiler.patterns import (
+    DEFAULT_PATTERNS,
+    ClusterHint,
+    Pattern,
+    Rewrite,
+    UserKernel,
+    checked,
+    text_of_patterns,
+)
 from fusion_compiler.pipeline import NAMES, passes_at
 from fusion_compiler.runtime.builds import prepare
-from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.cuda_graphs import (
     FORWARD_IS_NOT,
@@ -88,8 +96,7 @@ from fusion_compiler.runtime.cuda_graphs import (
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handover, Handovers
 from fusion_compiler.runtime.graph_tuning import GraphTuning
-from fusion_compiler.runtime.kept_plans import KeptPlans
-from fusion_compiler.runtime.kept_plans import key_of as plan_key
+from fusion_compiler.runtime.kept_plans import read_plan, write_plan
 from fusion_compiler.runtime.launch import Runner, compile_all
 from fusion_compiler.runtime.pairs import RULE as CUDA_GRAPH
 from fusion_compiler.runtime.pairs import Terms, not_replayed
@@ -101,6 +108,7 @@ from fusion_compiler.stitch.higher_order import compiled_graph, inner_graphs
 from fusion_compiler.stitch.order import ordered
 from fusion_compiler.stitch.stitch import stitch, subgraph
 from fusion_compiler.stitch.units import ranges_of
+from fusion_compiler.support.store import PLAN, Key, Store
 
 K = TypeVar("K")
 
@@ -206,12 +214,13 @@ class Compiler:
         for pattern in self.user_patterns:
             check(pattern)
         check_reachable(self.patterns)
+        with contextlib.suppress(NotWritable):
+            text_of_patterns(self.patterns)  # what they read must not change from now on
         self.stages = Stages()
         self.plans = Plans(self.stages)
         self.warned = WarnOnce(options.strict)
         self.debug = Debug(DebugSettings.of(os.environ), self.warned)
-        self.cache = Cache()
-        self.kept = KeptPlans()
+        self.store = Store()
         self.runners: dict[tuple[Canonical, str], Runner] = {}
         self.computed: set[str] = set()  # operators of the forward graphs
         self.recordings = Recordings(options.graph_memory)
@@ -238,8 +247,9 @@ class Compiler:
                 joint_rewrite=self.rewrite_joint,
                 give_up=self.give_up,
                 split=split,
-                options=f"{self.options} asked={self.asked}",
-                telling=user_rewrites is None,  # the name of a user pattern does not say what it does
+                options=[self.options, self.asked],
+                patterns=lambda: text_of_patterns(self.patterns),
+                store=self.store,
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,
                 after=self.debug.stage,
@@ -262,17 +272,23 @@ class Compiler:
         device = device_spec(self.options.device or (torch.device(kind) if kind == "cuda" else DEFAULT))
         backend = self.backend_for(kind)
         setting = Setting(device, size_hints(inputs), self.options.numerics)
-        key = self.key(info, dag, setting, backend)
-        kept = self.kept.get(key, info.name, dag, setting) if key is not None else None
+        notes: Decisions = ()
+        try:
+            key = self.key(info, dag, setting, backend)
+        except NotWritable as reason:
+            key, notes = None, (noted("plan on disk", f"not kept: {reason}"),)
+        kept = read_plan(self.store, key, info.name, dag, setting) if key is not None else None
         if kept is not None:
-            (plan, ready), notes = kept, ()
+            plan, ready = kept
         else:
             self.stages.enter("match")
             hints = self.hints(info.phase)
             matched = match_all(hints, dag, origins=info.origins, watched=self.user_patterns)
-            notes = notes_of_hints(hints, matched, self.user_patterns, backward=info.phase is Phase.BACKWARD)
+            backward = info.phase is Phase.BACKWARD
+            hint_notes = notes_of_hints(hints, matched, self.user_patterns, backward=backward)
             self.stages.enter("plan")
             plan, ready = planned(info, dag, replace(setting, matches=matched.matches)), None
+            plan = plan.decided(*hint_notes)
         donated = info.donated if self.options.cudagraphs is not True else ()  # PyTorch's recordings own it
         order = ordered(plan, info.owned, donated=donated)
         plan = order.placed(plan)
@@ -286,7 +302,8 @@ class Compiler:
         runners = self.runners_of(plan, device, backend, ready)
         if key is not None and ready is None:
             new_runners = [*self.runners.values()][count_before:]
-            reason = self.kept.put(key, plan, {r.name: r.candidates for r in new_runners if r.candidates})
+            programs = {r.name: r.candidates for r in new_runners if r.candidates}
+            reason = write_plan(self.store, key, plan, programs)
             notes = (*notes, noted("plan on disk", f"not kept: {reason}")) if reason else notes
         self.stages.enter("stitch")
         called = self.verified(plan, runners, kind, backend) if self.options.verify else runners
@@ -356,20 +373,27 @@ class Compiler:
         if handover is not None:
             handover.enabled = not decision.is_done
 
-    def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> str | None:
+    def key(self, info: GraphInfo, dag: OpDag, setting: Setting, backend: str) -> Key | None:
         """Return the disk-cache key of a graph's plan, or None if the plan must not be cached.
 
-        User patterns have no stable hash, and plans that answer questions (`asked`) need the full search.
-        Graphs without a digest or with dynamic sizes have no key either.
+        Plans that answer questions (`asked`) need the full search. Graphs without a digest or with dynamic
+        sizes have no key either. Raise NotWritable if a pattern has no stable text.
         """
         if info.phase is not Phase.BACKWARD:
             self.computed |= {key_of(dag.op(name)) for name in dag.order}
-        if not info.digest or self.user_patterns or self.asked or setting.hints:
+        if not info.digest or self.asked or setting.hints:
             return None
-        before = sorted(map(repr, self.computed))  # which gradients a backward has
-        ops = [(name, str(dag.op(name).target)) for name in dag.order]
-        about = [source_digest(), self.options, info.digest, info.phase, before, backend, ops]
-        return plan_key(about, setting)
+        return PLAN.key(
+            device=setting.device,
+            backend=backend,
+            options=self.options,
+            patterns=text_of_patterns(self.patterns),
+            graph=info.digest,
+            phase=info.phase,
+            operators=[(name, str(dag.op(name).target)) for name in dag.order],
+            origins=info.origins,  # which `where=` asks about
+            forward_operators=sorted(self.computed),  # which gradients a backward has
+        )
 
     def with_chunks(self, gm: fx.GraphModule, info: GraphInfo) -> fx.GraphModule:
         """Return `gm` with compiled bodies of its loops over chunks of rows; `gm` itself if it has none.
@@ -604,7 +628,7 @@ class Compiler:
                 backend=backend,  # type: ignore[arg-type]
                 strict=self.options.strict,
                 tune=timed,
-                cache=self.cache,
+                store=self.store,
                 home=torch.device(form.device),
                 stages=self.stages,
             )

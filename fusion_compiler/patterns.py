@@ -13,10 +13,11 @@ code, and integers among the arguments, match themselves.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from fusion_compiler.errors import InvalidPatternError
 from fusion_compiler.ir.pattern_text import parameter_names, written
+from fusion_compiler.ir.record import NotWritable
+from fusion_compiler.ir.stable_text import stable_text
 
 Code = Callable[..., Any]
 Interval = tuple[float, float]
@@ -100,6 +103,21 @@ class Pattern:
     def options(self) -> dict[str, object]:
         """The other keywords of the function that makes it."""
         return {"name": self.name}
+
+    def stable_text(self) -> Any:
+        """Return text for keys on disk that is equal in another process if the pattern does the same there.
+
+        The numbers in the example's tensors do not count. Raises NotWritable.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["example"] = tuple(
+            (v.dtype, v.device, *v.shape, v.stride(), v.requires_grad) if isinstance(v, Tensor) else v
+            for v in self.example
+        )
+        try:
+            return [type(self).__name__, stable_text(values)]
+        except NotWritable as reason:
+            raise NotWritable(f"pattern {self.name} has no stable hash: {reason}") from None
 
     def __str__(self) -> str:
         """Python that makes an equal pattern: the torch code as it was written, and the call."""
@@ -359,3 +377,24 @@ def _defaults() -> tuple[Pattern, ...]:
 
 
 DEFAULT_PATTERNS: tuple[Pattern, ...] = _defaults()
+
+
+def text_of_patterns(patterns: Sequence[Pattern]) -> list[Any]:
+    """Return the stable text of patterns in their order; those of this module are numbers.
+
+    Raises NotWritable, also if the text of a pattern is not what it was when this was first called.
+    """
+    texts: list[Any] = []
+    for pattern in patterns:
+        if pattern in DEFAULT_PATTERNS:
+            texts.append(DEFAULT_PATTERNS.index(pattern))
+            continue
+        texts.append(pattern.stable_text())
+        if texts[-1] != _first_text(pattern):
+            raise NotWritable(f"what pattern {pattern.name} reads has changed since it was first compiled")
+    return texts
+
+
+@functools.cache
+def _first_text(pattern: Pattern) -> Any:
+    return pattern.stable_text()

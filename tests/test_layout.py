@@ -24,27 +24,28 @@ PACKAGE = ROOT / "fusion_compiler"
 # The folders of the package and its files beside them, and whom each may know, for types as well.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "support": {"errors"},
     "ir": {"errors"},
     "options": {"errors", "ir"},
     "patterns": {"errors", "ir"},
     "schedule": {"ir"},
     "codegen": {"ir", "schedule"},
     "stitch": {"errors", "ir"},
-    "runtime": {"errors", "ir", "codegen"},
-    "capture": {"errors", "ir", "runtime"},
+    "runtime": {"errors", "support", "ir", "codegen"},
+    "capture": {"errors", "support", "ir", "runtime"},
     "passes.lower": {"ir"},
     "passes.patterns": {"errors", "ir", "patterns", "capture"},
     "passes.rewrites": {"errors", "ir", "patterns", "capture", "runtime", "passes.patterns"},
     "passes.chunks": {"ir", "capture"},
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "api": {
-        "errors", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture", "optimizer",
-        "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
+        "errors", "support", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
+        "optimizer", "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
     "pipeline": {"ir", "capture", "passes.chunks", "passes.rewrites"},
     "optimizer": {"errors", "ir", "options", "schedule", "codegen", "runtime", "capture", "passes.lower"},
     "report": {"errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "api"},
-    "cli": {"errors", "ir", "options", "pipeline", "runtime", "api", "report"},
+    "cli": {"errors", "support", "ir", "options", "pipeline", "runtime", "api", "report"},
     "__main__": {"cli"},
 }  # fmt: skip
 

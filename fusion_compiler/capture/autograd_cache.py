@@ -15,11 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import json
-import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -44,7 +40,7 @@ from fusion_compiler.capture.graph_text import write
 from fusion_compiler.capture.graphs import place_of
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.runtime.cache import read_plain
+from fusion_compiler.support.store import GRAPH, digest, is_own, read_plain
 
 Boxed = Callable[[list[Any]], Any]
 Read = Callable[[Mapping[str, Any], str], Boxed]  # compiles the graph that a text, with this digest, is of
@@ -69,7 +65,7 @@ class StoredGraph(OutputCode):
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.text.encode()).hexdigest() if self.text else ""
+        return digest(self.text) if self.text else ""
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         assert self.run is not None
@@ -106,7 +102,7 @@ def serializable(compiler: Callable[..., StoredGraph]) -> SerializableAOTDispatc
     return SerializableAOTDispatchCompiler(StoredGraph, compiler)
 
 
-def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
+def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: Any) -> str:
     """Return a hash of all that a plan shows and of all on which AOTAutograd's result for a pre-autograd
     graph depends.
 
@@ -123,8 +119,8 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
         [str(node.meta.get("custom")), "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})]
         for node in gm.graph.nodes
     ]
-    parts = [source_digest(), options, ambient(), about_inputs(inputs), marks, write(gm)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    arguments, graph = about_inputs(inputs), write(gm)
+    return GRAPH.key(options=options, state=ambient(), arguments=arguments, marks=marks, graph=graph).digest
 
 
 def about_inputs(inputs: Sequence[Any]) -> list[Any]:
@@ -157,8 +153,7 @@ def ambient() -> list[Any]:
     ]
     modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), str(torch.get_default_dtype())]
     modes += [torch.are_deterministic_algorithms_enabled(), torch.is_autocast_cache_enabled()]
-    settings = hashlib.sha256(config.save_config()).hexdigest()
-    return [modes, autocast, backends, settings, _gpus()]
+    return [modes, autocast, backends, digest(config.save_config()), _gpus()]
 
 
 @functools.cache
@@ -166,18 +161,6 @@ def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-
-
-@functools.cache
-def source_digest() -> str:
-    """Return a hash of this package's source and tables, and the versions of Python, PyTorch and Triton."""
-    root = Path(__file__).parent.parent
-    digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        digest.update(importlib.metadata.version("triton").encode())
-    for file in sorted((*root.rglob("*.py"), *root.rglob("*.csv"))):
-        digest.update(f"\0{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 # An entry is written when forward and backward are there, with all that they are.
@@ -236,7 +219,7 @@ def _whole_folder(cls: type[Any], key: str) -> str:
     folder = Path(_folder_of(cls, key))
     if not folder.exists():
         return str(folder)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+    if not is_own(folder):
         raise PermissionError(f"{folder} belongs to another user")
     with _checking:
         for file in folder.iterdir():

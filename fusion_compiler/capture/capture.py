@@ -40,7 +40,7 @@ from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.guards import add_guards
 from fusion_compiler.capture.in_place import show_arguments
-from fusion_compiler.capture.kept_rewrites import KeptRewrites, Rewritten
+from fusion_compiler.capture.kept_rewrites import Rewritten, read_rewritten, write_rewritten
 from fusion_compiler.capture.partition import merge_equal, partition
 from fusion_compiler.capture.pre_autograd import (
     UntraceableError,
@@ -69,6 +69,7 @@ from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
+from fusion_compiler.support.store import Key, Store
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
 
@@ -98,8 +99,9 @@ def make_backend(
     joint_rewrite: Callable[[fx.Graph], Decisions] = lambda graph: (),
     give_up: Callable[[str, Exception], None] = raising,
     split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
-    options: str | None = None,
-    telling: bool = False,
+    options: Any = None,
+    patterns: Callable[[], Any] = lambda: None,
+    store: Store | None = None,
     stages: Stages | None = None,
     meanwhile: Callable[[], bool] = lambda: False,
     after: Callable[[str, str, fx.GraphModule], None] = lambda name, step, graph: None,
@@ -116,17 +118,17 @@ def make_backend(
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     split: makes forward and backward of a joint graph.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
-    options: what beside the graph decides what comes out; autograd's graphs are kept on disk under it, and
-        not without.
-    telling: whether the options also tell what the rewrites do: then a graph that has been rewritten once is
-        neither traced above autograd nor rewritten again.
+    options: what beside the graph decides what comes out, for keys on disk. Without it no graph is kept.
+    patterns: returns the text of the user's patterns, which `rewrites` apply. It raises NotWritable if one
+        has none: each process then traces the graph above autograd and rewrites it again.
+    store: keeps what the rewrites made of a graph.
     stages: told of the seconds of "rewrites" and "autograd".
     meanwhile: whether what the last graph needs is still being compiled, so that it costs nothing to go on.
     after(name, step, graph): told of each graph that a rewrite changed, above autograd.
     """
     stages = stages or Stages()
     numbers = itertools.count()
-    kept = KeptRewrites()
+    kept = store or Store()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
         name = f"graph{next(numbers)}"
@@ -159,8 +161,8 @@ def make_backend(
     def compiled(
         compilers: _Compilers, name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
     ) -> Callable[..., Any]:
-        key = _key_above(gm, inputs, options) if telling and not traced and options is not None else None
-        recorded = kept.get(key) if key is not None else None
+        key = _key_above(gm, inputs, options, patterns) if not traced and options is not None else None
+        recorded = read_rewritten(kept, key) if key is not None else None
         if recorded is not None and autograd_cache.has_entry(recorded.autograd):
             try:
                 return compilers.compile(gm, inputs, recorded.notes, decompositions(), recorded.autograd)
@@ -172,7 +174,7 @@ def make_backend(
         try:
             run = compilers.compile(rewritten, inputs, notes, decompositions())
             if key is not None and compilers.key is not None:
-                kept.put(key, Rewritten(compilers.key, notes))
+                write_rewritten(kept, key, Rewritten(compilers.key, notes))
             return run
         except TorchDynamoException:
             raise
@@ -193,10 +195,12 @@ def _undone(notes: Decisions, error: Exception) -> Decisions:
     return (Decision("pre-autograd", "", Outcome.REFUSED, reason), *undone, *refused)
 
 
-def _key_above(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str | None:
+def _key_above(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Any, patterns: Callable[[], Any]
+) -> Key | None:
     """Return the key of what the rewrites make of a graph on disk, or None if it cannot be kept."""
     try:
-        return kept_rewrites.key_of(gm, inputs, options)
+        return kept_rewrites.key_of(gm, inputs, options, patterns())
     except NotWritable:
         return None
 
@@ -223,7 +227,7 @@ class _Compilers:
         give_up: Callable[[str, Exception], None],
         split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
         joint_rewrite: Callable[[fx.Graph], Decisions],
-        options: str | None,
+        options: Any,
         meanwhile: Callable[[], bool],
     ) -> None:
         self._compile_graph, self._split, self._options = compile_graph, split, options

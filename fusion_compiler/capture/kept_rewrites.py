@@ -2,18 +2,16 @@
 it.
 
 A record is found by Dynamo's own graph and holds under which key autograd's cache keeps the graphs of the
-rewritten one (`autograd_cache`), and what the rewrites noted. The key has all that the trace above autograd
-depends on: the graph with its targets, numbers and lines, what is known of its inputs, the options, the state
-of the process that decides which operators are recorded, this package's source, and the versions. A graph is
-left alone where one of these cannot be told: where it calls what is not PyTorch's, or somebody has replaced
-functions of PyTorch's.
+rewritten one (`autograd_cache`), and what the rewrites noted. The key (`support.store.REWRITE`) has all that
+the trace above autograd depends on: the graph with its targets, numbers and lines, what is known of its
+inputs, the options, the patterns, and the state of the process that decides which operators are recorded. A
+graph is left alone if one of these has no text: if it calls a function that is not PyTorch's, or somebody has
+replaced functions of PyTorch's.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import operator
 import sys
 import sysconfig
@@ -29,12 +27,12 @@ from torch._ops import OpOverload
 from torch.backends import opt_einsum
 from torch.utils import _pytree as pytree
 
-from fusion_compiler.capture.autograd_cache import about_inputs, ambient, source_digest
+from fusion_compiler.capture.autograd_cache import about_inputs, ambient
 from fusion_compiler.capture.graph_text import Writer, target_name
 from fusion_compiler.ir import record
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.runtime.cache import REWRITES, Cache, is_own
+from fusion_compiler.support.store import REWRITE, Key, Store
 
 
 @dataclass(frozen=True)
@@ -45,29 +43,21 @@ class Rewritten:
     notes: Decisions
 
 
-class KeptRewrites:
-    """Rewritten graphs are kept by key. An incomplete record counts as absent, as does another user's
-    folder."""
-
-    def __init__(self, path: str | Path | None = None) -> None:
-        self._cache = Cache(path, folder=REWRITES)
-
-    def get(self, key: str) -> Rewritten | None:
-        if not is_own(self._cache.path):
-            return None
-        written = self._cache.get(key)
-        try:
-            return Rewritten(str(written["autograd"]), record.read(written["notes"]))
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return None
-
-    def put(self, key: str, rewritten: Rewritten) -> None:
-        if is_own(self._cache.path):
-            self._cache.put(key, {"autograd": rewritten.autograd, "notes": record.write(rewritten.notes)})
+def read_rewritten(store: Store, key: Key) -> Rewritten | None:
+    """Return the record under a key. An incomplete record counts as absent."""
+    written = store.get(key)
+    try:
+        return Rewritten(str(written["autograd"]), record.read(written["notes"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
-def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
-    """Return the key of the graph that rewrites with these `options` make of Dynamo's graph.
+def write_rewritten(store: Store, key: Key, rewritten: Rewritten) -> None:
+    store.put(key, {"autograd": rewritten.autograd, "notes": record.write(rewritten.notes)})
+
+
+def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: Any, patterns: Any = None) -> Key:
+    """Return the key of the graph that rewrites with these `options` and `patterns` make of Dynamo's graph.
 
     Raises NotWritable if something on which it depends has no text.
     """
@@ -75,9 +65,9 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: str) -> str:
         raise NotWritable("a mode is set that sees every operator")
     if strange := next(replaced(), None):
         raise NotWritable(f"{strange} is not PyTorch's own")
-    parts = [source_digest(), options, ambient(), _state_of_functions(), about_inputs(inputs)]
-    text = json.dumps([*parts, _Above().graph(gm)])
-    return f"rewritten {hashlib.sha256(text.encode()).hexdigest()}"
+    state, arguments = [*ambient(), *_state_of_functions()], about_inputs(inputs)
+    graph = _Above().graph(gm)
+    return REWRITE.key(options=options, patterns=patterns, state=state, arguments=arguments, graph=graph)
 
 
 def _state_of_functions() -> list[Any]:

@@ -28,6 +28,7 @@ from fusion_compiler.runtime.loading import brief, load, user_line
 
 if TYPE_CHECKING:
     from fusion_compiler.runtime.stored import Entry
+    from fusion_compiler.support.store import Kind
 
 DONE, FAILED, USAGE = 0, 1, 2
 PROGRAM = "fusion-compiler"
@@ -50,7 +51,7 @@ EXAMPLES = {
     "": """examples:
   fusion-compiler explain model.py:example            what would be fused, and why the rest is not
   fusion-compiler profile model.py:example            what each kernel takes, beside the prediction
-  fusion-compiler cache size                          what is kept on disk
+  fusion-compiler cache                               what is kept on disk
   fusion-compiler doctor                              does this machine have all that is needed?""",
     "passes": """examples:
   fusion-compiler passes
@@ -72,13 +73,15 @@ Nothing is run and no GPU is needed: plans are made from shapes alone, for the d
 The function puts the model where it is to run (.cuda()). On a CPU the host's times are shown, to try things
 out. A trace opens in https://ui.perfetto.dev.""",
     "cache": """examples:
-  fusion-compiler cache list
-  fusion-compiler cache size --json -
-  fusion-compiler cache clear
+  fusion-compiler cache
+  fusion-compiler cache list --json -
+  fusion-compiler cache clear --dry-run
+  fusion-compiler cache clear --also pytorch triton
 
-Two things are kept: tuning results in FUSION_CACHE_DIR (~/.cache/fusion_compiler), and this compiler's
-kernels in Triton's cache, TRITON_CACHE_DIR (~/.triton/cache), where those of other programs are left alone.
-Both are made again when they are needed.""",
+The store is FUSION_CACHE_DIR (~/.cache/fusion_compiler). PyTorch's cache (TORCHINDUCTOR_CACHE_DIR) and
+Triton's (TRITON_CACHE_DIR, ~/.triton/cache) have entries of this compiler too. `clear` leaves them alone
+unless --also names the cache, and never touches those of other programs. All entries are made again when they
+are needed.""",
     "doctor": """examples:
   fusion-compiler doctor
   fusion-compiler doctor --json -
@@ -155,8 +158,11 @@ def parser() -> argparse.ArgumentParser:
     profiling.add_argument("--html", metavar="PATH", help="a page of the plan with what was measured")
     profiling.add_argument("--backend", choices=("auto", "interpret", "eager"), default="auto")
 
-    caching = add("cache", "what is kept on disk: list it, clear it, or its size", cache)
-    caching.add_argument("action", choices=("list", "clear", "size"))
+    caching = add("cache", "what is kept on disk: its size, each entry, or remove it", cache)
+    caching.add_argument("action", choices=("size", "list", "clear"), nargs="?", default="size")
+    caching.add_argument("--dry-run", action="store_true", help="with clear: say what it would remove")
+    also = "with clear: remove this compiler's entries from these caches too"
+    caching.add_argument("--also", nargs="+", choices=("pytorch", "triton"), default=[], help=also)
     listing = add("passes", "the passes over a graph in order, for compile(..., disable=(name,))", passes)
     diagnosing = add("doctor", "check versions, device, toolchain, caches, and a kernel", doctor)
     for each in (caching, listing, diagnosing):
@@ -232,23 +238,31 @@ def profile(chosen: argparse.Namespace) -> int:
 
 
 def cache(chosen: argparse.Namespace) -> int:
-    """Lists, clears or sums up what is on disk."""
+    """Sum up, list or clear what is on disk."""
     from fusion_compiler.runtime import stored
+    from fusion_compiler.support.store import Store
 
-    caches, folder = stored.caches(), stored.kernel_folder()
-    records = [entry for sort, cache in caches.items() for entry in stored.record_entries(cache, sort)]
-    entries = [*records, *stored.kernel_entries(folder)]
-    places = {sort: cache.path for sort, cache in caches.items()} | {"kernel": folder}
+    store = Store()
+    entries, folders = stored.entries_of(store), stored.folders(store)
+    data: Any = {kind.name: _sum(entries, kind, place) for kind, place in folders.items()}
     if chosen.action == "clear":
-        gone, freed = stored.clear(entries, caches.values())
-        data: Any = {"removed": gone, "bytes": freed}
-        text = f"removed {gone} entries, {_size(freed)}"
-    elif chosen.action == "size":
-        data = {sort: _sum(entries, sort, place) for sort, place in places.items()}
-        rows = [
-            (f"{sort}:", f"{d['entries']} entries", _size(d["bytes"]), d["path"]) for sort, d in data.items()
-        ]
+        sums = [data[kind.name] for kind in folders if kind.cache in ("ours", *chosen.also)]
+        sorts = {kind.name for kind in folders if kind.cache in ("ours", *chosen.also)}
+        removed = [entry for entry in entries if entry.sort in sorts]
+        gone, freed = len(removed), sum(entry.bytes for entry in removed)
+        if not chosen.dry_run:
+            gone, freed = stored.clear(removed, store)
+        verb = "would remove" if chosen.dry_run else "removed"
+        rows = [(f"{verb}", f"{d['entries']} entries,", _size(d["bytes"]), f"from {d['path']}") for d in sums]
         text = _table(rows, right=(1, 2))
+        data = {"removed": gone, "bytes": freed, "folders": [d["path"] for d in sums]}
+        data["dry_run"] = chosen.dry_run
+    elif chosen.action == "size":
+        rows = [
+            (f"{name}:", f"{d['entries']} entries", _size(d["bytes"]), d["path"]) for name, d in data.items()
+        ]
+        lines = _table(rows, right=(1, 2)).splitlines()
+        text = "\n".join(f"{line}\n  {kind.holds}" for line, kind in zip(lines, folders, strict=True))
     else:
         data = [{**vars(entry), "path": str(entry.path)} for entry in entries]
         head = ("sort", "kernel", "device", "versions", "used", "size", "")
@@ -321,9 +335,10 @@ def _data(data: Any) -> str:
     return json.dumps(data, indent=1)
 
 
-def _sum(entries: Sequence[Entry], sort: str, place: Path | None) -> dict[str, Any]:
-    sizes = [entry.bytes for entry in entries if entry.sort == sort]
-    return {"entries": len(sizes), "bytes": sum(sizes), "path": str(place or "")}
+def _sum(entries: Sequence[Entry], kind: Kind, place: Path | None) -> dict[str, Any]:
+    sizes = [entry.bytes for entry in entries if entry.sort == kind.name]
+    total = {"entries": len(sizes), "bytes": sum(sizes)}
+    return {**total, "path": str(place or ""), "holds": kind.holds}
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

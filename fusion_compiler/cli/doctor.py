@@ -19,9 +19,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusion_compiler.errors import FusionError, FusionWarning
+
+if TYPE_CHECKING:
+    from fusion_compiler.runtime.stored import Entry
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PYTHON, TORCH, TRITON = (3, 11), (2, 11), (3, 6)  # the oldest that are supported, as in pyproject.toml
@@ -172,14 +175,11 @@ def check_toolchain() -> Check:
 
 
 def check_cache() -> Check:
-    from fusion_compiler.runtime.cache import Cache
     from fusion_compiler.runtime.stored import record_entries
+    from fusion_compiler.support.store import Store
 
-    cache = Cache()
-    entries = record_entries(cache)
-    damaged = sum(bool(entry.problem) for entry in entries)
-    todo = "set FUSION_CACHE_DIR to a writable directory"
-    return _folder_check("tuning cache", cache.path, len(entries), cache.size(), damaged, todo)
+    store = Store()
+    return _folder_check("cache", store.path, record_entries(store), "FUSION_CACHE_DIR")
 
 
 def check_kernels() -> Check:
@@ -188,26 +188,24 @@ def check_kernels() -> Check:
     folder = kernel_folder()
     if folder is None:
         return Check("kernel cache", WARN, "Triton is not installed", "see triton above")
-    entries = kernel_entries(folder)
-    damaged = sum(bool(entry.problem) for entry in entries)
-    todo = "set TRITON_CACHE_DIR to a writable directory"
-    return _folder_check(
-        "kernel cache", folder, len(entries), sum(entry.bytes for entry in entries), damaged, todo
-    )
+    return _folder_check("kernel cache", folder, kernel_entries(folder), "TRITON_CACHE_DIR")
 
 
-def _folder_check(name: str, folder: Path, entries: int, size: int, damaged: int, todo: str) -> Check:
-    number = f"{entries} entr{'y' if entries == 1 else 'ies'}"
-    text = f"{folder}: {number}, {size / 1e6:.1f} MB"
+def _folder_check(name: str, folder: Path, entries: list[Entry], variable: str) -> Check:
+    """Return whether a folder can be written and its entries are whole. variable: names another folder."""
+    number = f"{len(entries)} entr{'y' if len(entries) == 1 else 'ies'}"
+    text = f"{folder}: {number}, {sum(entry.bytes for entry in entries) / 1e6:.1f} MB"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp"):
             pass
     except OSError as error:
         reason = error.strerror or error
-        return Check(name, WARN, f"{text}; cannot be written ({reason}): every process starts anew", todo)
-    if damaged:
-        todo = "each is made again when it is next needed; fusion-compiler cache clear removes all"
+        text = f"{text}; cannot be written ({reason}): every process starts anew"
+        return Check(name, WARN, text, f"set {variable} to a writable directory")
+    if damaged := sum(bool(entry.problem) for entry in entries):
+        clear = "fusion-compiler cache clear --also triton"
+        todo = f"each is made again when it is next needed; {clear} removes all"
         return Check(name, WARN, f"{text}, {damaged} of them damaged", todo)
     return Check(name, OK, text)
 
@@ -258,7 +256,7 @@ ALL: tuple[tuple[str, Callable[[], Check]], ...] = (
     ("gpu", check_gpu),
     ("device row", check_device),
     ("toolchain", check_toolchain),
-    ("tuning cache", check_cache),
+    ("cache", check_cache),
     ("kernel cache", check_kernels),
     ("smoke kernel", check_smoke),
 )

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib
-import importlib.metadata
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -33,12 +31,12 @@ from fusion_compiler.ir.views import restrided
 from fusion_compiler.runtime.background import BackgroundBuilds
 from fusion_compiler.runtime.binding import GRID_LIMITS, Entry, Gpu, Launcher, Variant, bind, evaluate
 from fusion_compiler.runtime.builds import Build, compile_builds
-from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.cuda import gpu_of, make_cache_writable
 from fusion_compiler.runtime.preserved import preserved
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
+from fusion_compiler.support.store import TUNING, Key, Store
 
 Backend = Literal["triton", "interpret", "eager"]
 
@@ -93,7 +91,7 @@ class Runner:
     strict: a failure raises KernelError; otherwise one FusionWarning says what failed, and from
         then on the fallback computes the cluster.
     tune: several candidates are timed on the first call, with its arguments; otherwise the first
-        that compiles is taken. cache: where the outcome is kept between processes.
+        that compiles is taken. store: keeps the outcome between processes.
     gpus: finds the GPU of the inputs' device, or of `home` if there are no inputs.
     home: the device of the outputs.
     stages: counts the seconds that kernels take to be loaded and timed.
@@ -111,7 +109,7 @@ class Runner:
         backend: Backend = "triton",
         strict: bool = False,
         tune: bool = True,
-        cache: Cache | None = None,
+        store: Store | None = None,
         schedule: int = 0,
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
         home: torch.device | None = None,
@@ -126,7 +124,7 @@ class Runner:
         self.backend: Backend = backend
         self.strict = strict
         self.tune = tune
-        self.cache = cache
+        self.store = store
         self.schedule = schedule
         self._gpus = gpus
         self._home = home
@@ -224,7 +222,7 @@ class Runner:
 
     def _recorded(self, gpu: Gpu) -> Choice | None:
         """Return what an earlier process found fastest, or None."""
-        record = self.cache.get(tuning_key(self.candidates, gpu.name)) if self.cache is not None else None
+        record = self.store.get(tuning_key(self.candidates, gpu.name)) if self.store is not None else None
         if not isinstance(record, dict):
             return None
         chosen, us = record.get("candidate"), record.get("us")
@@ -234,9 +232,9 @@ class Runner:
         return Choice(chosen, us, bool(record.get("in_graph")), bool(record.get("behind")))
 
     def _keep(self, gpu: Gpu, choice: Choice) -> Choice:
-        if self.cache is not None:
+        if self.store is not None:
             key = tuning_key(self.candidates, gpu.name)
-            self.cache.put(key, {"cluster": self.name, **dataclasses.asdict(choice)})
+            self.store.put(key, {"cluster": self.name, **dataclasses.asdict(choice)})
         return choice
 
     def _fastest(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Choice:
@@ -434,12 +432,7 @@ def program_builds(
     return [build_of(kernel, target, variant.loose, variant.wide) for kernel in program.kernels]
 
 
-@functools.cache
-def _versions() -> str:
-    return f"torch {torch.__version__} triton {importlib.metadata.version('triton')}"
-
-
-def tuning_key(candidates: Iterable[Program], device: str) -> str:
+def tuning_key(candidates: Iterable[Program], device: str) -> Key:
     """Return the key of a tuning record: everything on which its outcome depends."""
     kernels = [
         (
@@ -449,8 +442,7 @@ def tuning_key(candidates: Iterable[Program], device: str) -> str:
         for program in candidates
         for kernel in program.kernels
     ]
-    digest = hashlib.sha256(repr(kernels).encode()).hexdigest()
-    return f"tuning {digest} on {device}, {_versions()}"
+    return TUNING.key(kernels=repr(kernels), device=device)
 
 
 def compile_all(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import fusion_compiler as fc
 from fusion_compiler.capture import capture, kept_rewrites
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Rewrite
-from fusion_compiler.runtime.cache import REWRITES
+from fusion_compiler.support import store
+from fusion_compiler.support.store import REWRITE, Key, Store
 from tests import models
 from tests.capture.test_autograd_cache import Block, captured, compiled, entries, scaled, step, text_of
 
@@ -29,7 +27,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records() -> list[Path]:
-    return sorted((Path(os.environ["FUSION_CACHE_DIR"]) / REWRITES).glob("*.json"))
+    return Store().files(REWRITE)
 
 
 def no_trace(*_: Any, **__: Any) -> Any:
@@ -42,7 +40,7 @@ def key(function: Callable[..., Any], *inputs: Any, options: str = "", **setting
 
     def backend(gm: Any, given: Any) -> Any:
         try:
-            found.append(kept_rewrites.key_of(gm, given, options))
+            found.append(kept_rewrites.key_of(gm, given, options).digest)
         except NotWritable as reason:
             found.append(f"none: {reason}")
         return gm.forward
@@ -131,7 +129,7 @@ def test_all_that_a_trace_depends_on_is_in_the_key(monkeypatch: pytest.MonkeyPat
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         add()
     with monkeypatch.context() as patch:
-        patch.setattr(kept_rewrites, "source_digest", lambda: "another")
+        patch.setattr(store, "source_digest", lambda: "another")
         add()
     with torch._functorch.config.patch(activation_memory_budget=0.25):
         add()
@@ -175,22 +173,38 @@ def test_a_function_mode_has_no_key() -> None:
         kept_rewrites.key_of(gm, [torch.randn(3)], "")
 
 
-def test_a_rule_of_the_users_is_matched_each_time() -> None:
-    def wide(x: torch.Tensor) -> torch.Tensor:
-        return torch.log(1 + torch.exp(x))
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return torch.log(1 + torch.exp(x))
 
+
+def test_a_rule_of_the_users_is_matched_once_for_each_value_that_it_holds() -> None:
     x = torch.randn(6)
-    for number in (1.0, 2.0):
+    for number, record_count in ((1.0, 1), (2.0, 2), (1.0, 2)):
 
         def soft(x: torch.Tensor, number: float = number) -> torch.Tensor:
             return F.softplus(x) * number / number
 
         rule = Rewrite("soft", wide, (torch.randn(6),), after=soft, domain="finite")
-        torch._dynamo.reset()
-        fast = fc.compile(wide, backend="eager", device="h200", patterns=(rule, *DEFAULT_PATTERNS))
+        before = len(records())
+        fast = compiled(wide, patterns=(rule, *DEFAULT_PATTERNS))
         torch.testing.assert_close(fast(x), wide(x))
-        assert "rewrites" in fast.plan.seconds
-    assert not records()
+        assert len(records()) == record_count and "ops replaced" in fast.plan[0].notes["soft"]
+        assert ("rewrites" in fast.plan.seconds) == (len(records()) > before)
+
+
+def test_a_rule_that_holds_a_tensor_is_matched_each_time() -> None:
+    x, one = torch.randn(6), torch.ones(1)
+
+    def where(x: Any) -> bool:
+        return bool(one > 0) and x.shape[0] == 6
+
+    rule = Rewrite("soft", wide, (torch.randn(6),), where, after=F.softplus, domain="finite")
+    for _ in range(2):
+        fast = compiled(wide, patterns=(rule, *DEFAULT_PATTERNS))
+        torch.testing.assert_close(fast(x), wide(x))
+        assert "rewrites" in fast.plan.seconds and not records()
+        reason = "not kept: pattern soft has no stable hash: it reads a Tensor"
+        assert fast.plan[0].notes["plan on disk"] == reason
 
 
 @pytest.mark.parametrize(
@@ -208,22 +222,9 @@ def test_a_damaged_record_costs_a_trace_and_no_result(damage: str) -> None:
     if damage == "entry damaged":
         entry.write_bytes(entry.read_bytes()[:-20])
     if damage in ("another form", "no such graph"):
-        cache = kept_rewrites.KeptRewrites()._cache
-        name = json.loads(file.read_text())["key"]
-        cache.put(name, {"autograd": "none" if damage == "no such graph" else 3, "notes": 5})
+        form = {"autograd": "none" if damage == "no such graph" else 3, "notes": 5}
+        Store().put(Key(REWRITE, file.stem, {}), form)
     again = compiled(model)
     assert all(map(torch.equal, step(again, x), truth)) and "rewrites" in again.plan.seconds
     last = compiled(model)
     assert all(map(torch.equal, step(last, x), truth)) and "rewrites" not in last.plan.seconds
-
-
-def test_a_folder_of_another_users_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Block(), torch.randn(5, 16)
-    step(compiled(model), x)
-    (before,) = records()
-    owner = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: owner)
-    kept = kept_rewrites.KeptRewrites()
-    assert kept.get(json.loads(before.read_text())["key"]) is None
-    kept.put("other", kept_rewrites.Rewritten("", ()))
-    assert records() == [before]

@@ -20,9 +20,9 @@ from fusion_compiler import __version__
 from fusion_compiler.cli import commands
 from fusion_compiler.cli.commands import DONE, EXIT_CODES, FAILED, USAGE, main
 from fusion_compiler.report import explanation
-from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.loading import brief, load, user_line
-from fusion_compiler.runtime.stored import caches, kernel_entries, record_entries
+from fusion_compiler.runtime.stored import graph_entries, kernel_entries, record_entries
+from fusion_compiler.support.store import KINDS, PLAN, REWRITE, TUNING, Store, versions
 from tests import ROOT
 from tests.runtime.test_target import fresh_build
 
@@ -314,17 +314,16 @@ def test_profile_of_inference_as_data_alone(run: Run, model: str) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Path]:
     """A tuning result, a damaged one, a kernel of ours, one that is damaged, and one of somebody else's."""
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / "tuning"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
     from fusion_compiler.runtime.builds import compile_build
 
-    cache = Cache()
-    cache.put(
-        "tuning 12ab on NVIDIA H200, torch 2.13.0 triton 3.7.1", {"cluster": "softmax_2", "candidate": 1}
-    )
-    (cache.path / f"{'0' * 64}.json").write_text("{")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
+    store = Store()
+    store.put(TUNING.key(device="NVIDIA H200", kernels="12"), {"cluster": "softmax_2", "candidate": 1})
+    (store.folder(TUNING) / f"{'0' * 64}.json").write_text("{")
     compile_build(fresh_build(1))
     damaged = compile_build(fresh_build(2))
     Path(damaged.metadata_group["row_softmax.cubin"]).write_bytes(b"no cubin")
@@ -332,41 +331,96 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Cache, Path]:
     for name in ("theirs.json", "theirs.sha256"):
         (tmp_path / "kernels" / "OTHER" / name).write_text("{}")
     Path(damaged.metadata_group["row_softmax.cubin"]).with_name("theirs.json").write_text("{}")
-    return cache, tmp_path / "kernels"
+    for name in (f"a{'1' * 64}", "atheirs"):  # autograd's graphs: ours, and one of torch.compile's
+        (tmp_path / "graphs" / "aotautograd" / name).mkdir(parents=True)
+        (tmp_path / "graphs" / "aotautograd" / name / "entry").write_text("0123")
+    return store, tmp_path / "kernels"
 
 
-def test_what_is_kept_is_listed_sized_and_cleared(run: Run, kept: tuple[Cache, Path]) -> None:
-    cache, kernels = kept
+COMPUTED = {"source", "versions"}  # inputs of keys that the store adds
+
+
+def sums(run: Run) -> dict[str, Any]:
+    code, out, _ = run("cache", "--json", "-")
+    assert code == DONE
+    return json.loads(out)
+
+
+def test_what_is_kept_is_listed_and_summed_up_by_kind(run: Run, kept: tuple[Store, Path]) -> None:
+    store, kernels = kept
+    plan, rewrite = (kind.key(**dict.fromkeys(set(kind.inputs) - COMPUTED, "x")) for kind in (PLAN, REWRITE))
+    store.put(plan, {"cluster": "graph0.forward"})
+    store.put(rewrite, {"autograd": ""})
     code, out, _ = run("cache", "list")
     rows = [re.split(r"\s{2,}", line) for line in out.splitlines()]
     assert code == DONE and rows[0][:4] == ["sort", "kernel", "device", "versions"]
-    first = rows[1]
-    assert first[:4] == ["tuning", "softmax_2", "NVIDIA H200", "torch 2.13.0 triton 3.7.1"]
-    assert first[4] == "just now"
+    assert rows[1][:4] == ["tuning", "softmax_2", "NVIDIA H200", versions()] and rows[1][4] == "just now"
     assert rows[2][0] == "tuning" and rows[2][-1] == "not a whole record"
-    assert rows[3][:3] == ["kernel", "row_softmax", "sm_90"] and rows[3][-1].endswith("B")
-    assert rows[4][:2] == ["kernel", "row_softmax"] and rows[4][-1] == "damaged"
-    assert len(rows) == 5, "another program's kernel is not ours to list"
+    assert rows[3][:2] == ["plan", "graph0.forward"] and rows[4][:3] == ["rewrite", "a graph", versions()]
+    assert rows[5][:2] == ["graph", f"a{'1' * 11}"]
+    assert rows[6][:3] == ["kernel", "row_softmax", "sm_90"] and rows[6][-1].endswith("B")
+    assert rows[7][:2] == ["kernel", "row_softmax"] and rows[7][-1] == "damaged"
+    assert len(rows) == 8, "entries of other programs are not ours to list"
 
-    code, out, _ = run("cache", "size", "--json", "-")
-    sizes = json.loads(out)
-    assert sizes["tuning"]["entries"] == 2 and sizes["tuning"]["bytes"] == cache.size()
-    assert sizes["kernel"]["entries"] == 2 and sizes["kernel"]["bytes"] > 10_000
+    by_kind, (code, out, _) = sums(run), run("cache")
+    assert run("cache", "size") == (code, out, "")
+    assert {name: d["entries"] for name, d in by_kind.items()} == {
+        "tuning": 2, "plan": 1, "rewrite": 1, "graph": 1, "kernel": 2
+    }  # fmt: skip
+    lines = out.splitlines()
+    for kind, line, sentence in zip(KINDS, lines[::2], lines[1::2], strict=True):
+        size = by_kind[kind.name]
+        assert line.startswith(f"{kind.name}:") and line.endswith(size["path"])
+        assert sentence.strip() == size["holds"] == kind.holds and f" {size['entries']} entries " in line
+        if kind.cache == "ours":
+            assert size["bytes"] == sum(file.stat().st_size for file in store.files(kind)) > 0
+            assert size["path"] == str(store.folder(kind))
+    assert by_kind["graph"]["bytes"] == 4 and by_kind["kernel"]["path"] == str(kernels)
 
-    code, out, _ = run("cache", "clear", "--json", "-")
-    total = sizes["tuning"]["bytes"] + sizes["kernel"]["bytes"]
-    assert json.loads(out) == {"removed": 4, "bytes": total}
-    left = sorted(path.name for path in kernels.rglob("*") if path.is_file())
-    assert cache.size() == 0 and left == ["theirs.json", "theirs.json", "theirs.sha256"]
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_clear_removes_from_the_store_and_from_other_caches_only_if_they_are_named(
+    run: Run, kept: tuple[Store, Path]
+) -> None:
+    store, kernels = kept
+    (store.path / "mine.json").write_text("{}")
+    graphs, folders = kernels.parent / "graphs", [str(store.folder(k)) for k in KINDS if k.cache == "ours"]
+    foreign = contents(graphs) | contents(kernels) | {store.path / "mine.json": b"{}"}
+    before, by_kind = contents(kernels.parent), sums(run)
+
+    code, out, _ = run("cache", "clear", "--dry-run")
+    assert code == DONE and [line.split(" from ")[1] for line in out.splitlines()] == folders
+    assert out.startswith("would remove") and contents(kernels.parent) == before
+    data = json.loads(run("cache", "clear", "--dry-run", "--json", "-")[1])
+    assert data == {"removed": 2, "bytes": by_kind["tuning"]["bytes"], "folders": folders, "dry_run": True}
+
+    data = json.loads(run("cache", "clear", "--json", "-")[1])
+    assert data == {"removed": 2, "bytes": by_kind["tuning"]["bytes"], "folders": folders, "dry_run": False}
+    assert contents(kernels.parent) == foreign
+
+    code, out, _ = run("cache", "clear", "--also", "pytorch")
+    assert out.splitlines()[-1].endswith(f"from {graphs / 'aotautograd'}") and "would" not in out
+    assert [p.parent.name for p in contents(graphs)] == ["atheirs"]
+    assert {p for p in foreign if p.is_relative_to(kernels)} == contents(kernels).keys()
+
+    data = json.loads(run("cache", "clear", "--also", "triton", "pytorch", "--json", "-")[1])
+    assert data["removed"] == 2 and data["bytes"] == by_kind["kernel"]["bytes"]
+    left = sorted(path.name for path in contents(kernels))
+    assert left == ["theirs.json", "theirs.json", "theirs.sha256"]
     assert run("cache", "list") == (DONE, "nothing is kept\n", "")
+    assert run("cache", "clear", "--also", "everything")[0] == USAGE
 
 
 def test_a_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert record_entries(Cache(tmp_path / "nowhere")) == []
+    assert record_entries(Store(tmp_path / "nowhere")) == []
     assert kernel_entries(tmp_path / "nowhere") == kernel_entries(None) == []
+    assert graph_entries(tmp_path / "nowhere") == graph_entries(None) == []
 
 
-def test_a_reader_that_has_enough_is_no_failure(kept: tuple[Cache, Path]) -> None:
+def test_a_reader_that_has_enough_is_no_failure(kept: tuple[Store, Path]) -> None:
     command = [sys.executable, "-m", "fusion_compiler", "cache", "list"]
     reading, writing = os.pipe()
     os.close(reading)
@@ -440,20 +494,3 @@ def test_it_runs_as_a_module_without_torch_for_help(tmp_path: Path) -> None:
     assert done.returncode == DONE and "doctor" in done.stdout and not done.stderr
     entry = (ROOT / "pyproject.toml").read_text()
     assert 'fusion-compiler = "fusion_compiler.cli.commands:main"' in entry
-
-
-def test_plans_and_rewritten_graphs_are_listed_and_cleared(run: Run, kept: tuple[Cache, Path]) -> None:
-    del kept
-    stored = caches()
-    stored["plan"].put("plan 12ab on NVIDIA H200", {"cluster": "graph0.forward"})
-    stored["rewrite"].put("rewritten 34cd", {"autograd": "", "notes": []})
-    (stored["plan"].path.parent / "mine.json").write_text("{}")
-    _, out, _ = run("cache", "list", "--json", "-")
-    found = {(e["sort"], e["name"], e["device"]) for e in json.loads(out) if e["sort"] in ("plan", "rewrite")}
-    assert found == {("plan", "graph0.forward", "NVIDIA H200"), ("rewrite", "a graph", "")}
-    _, out, _ = run("cache", "size", "--json", "-")
-    sizes = json.loads(out)
-    assert sizes["plan"]["entries"] == sizes["rewrite"]["entries"] == 1
-    _, out, _ = run("cache", "clear", "--json", "-")
-    assert json.loads(out)["removed"] == 6 and not any(cache.files() for cache in stored.values())
-    assert (stored["plan"].path.parent / "mine.json").exists()

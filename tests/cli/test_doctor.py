@@ -17,7 +17,7 @@ import torch
 from fusion_compiler.cli import doctor
 from fusion_compiler.cli.commands import DONE, FAILED, main
 from fusion_compiler.cli.doctor import FAIL, OK, WARN, Check
-from fusion_compiler.runtime.cache import Cache
+from fusion_compiler.support.store import TUNING, Store
 from tests import ROOT
 
 
@@ -153,11 +153,11 @@ def test_a_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sc
 
 def test_caches_are_counted_and_damage_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
-    cache = Cache()
-    cache.put("tuning 1 on gpu, torch 2 triton 3", {"cluster": "a", "candidate": 0})
+    store = Store()
+    store.put(TUNING.key(device="gpu", kernels="1"), {"cluster": "a", "candidate": 0})
     check = doctor.check_cache()
-    assert check.status == OK and f"{cache.path}: 1 entry" in check.text
-    (cache.path / f"{'0' * 64}.json").write_text("damaged")
+    assert check.status == OK and f"{store.path}: 1 entry" in check.text
+    (store.folder(TUNING) / f"{'0' * 64}.json").write_text("damaged")
     check = doctor.check_cache()
     assert check.status == WARN and "2 entries" in check.text and "1 of them damaged" in check.text
 

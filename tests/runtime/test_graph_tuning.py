@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.ir import random
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.runtime import graph_tuning
-from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.cuda_graphs import repeatable
 from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.stages import Stages
+from fusion_compiler.support.store import Store
 from tests.fake_gpu import FakeGpu
 from tests.hand_made import elementwise
 
@@ -39,10 +39,10 @@ def no_fallback(*_: object) -> tuple[Tensor, ...]:
 class Graph:
     """y.add_(1) and x + y by one kernel, whose grid tells what the graph takes."""
 
-    def __init__(self, cache: Cache | None = None, us: Sequence[float] = (10.0, 11.0, 12.0)) -> None:
+    def __init__(self, store: Store | None = None, us: Sequence[float] = (10.0, 11.0, 12.0)) -> None:
         self.gpu = FakeGpu(us=tuple(us))
         self.runner = Runner(
-            programs(), no_fallback, name="sum", strict=True, cache=cache, gpus=lambda device: self.gpu
+            programs(), no_fallback, name="sum", strict=True, store=store, gpus=lambda device: self.gpu
         )
         self.taken = {8: 100.0, 4: 100.0, 2: 100.0}  # us by the programs of a launch
         self.measures = 0
@@ -86,11 +86,11 @@ def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_fastest_in_the_graph_is_taken_and_kept(tmp_path: Path) -> None:
-    graph = Graph(Cache(tmp_path))
+    graph = Graph(Store(tmp_path))
     graph.taken |= {4: 90.0}
     graph.tune()
     assert graph.programs() == 4
-    again = Graph(Cache(tmp_path))
+    again = Graph(Store(tmp_path))
     again.tune()
     assert again.programs() == 4 and again.gpu.timed == again.measures == 0, "another process knows"
 
@@ -123,7 +123,7 @@ def test_a_graph_is_tuned_once() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_without_memory_or_a_recording_it_stays_as_it_is(tmp_path: Path, error: type[RuntimeError]) -> None:
-    graph = Graph(Cache(tmp_path))
+    graph = Graph(Store(tmp_path))
 
     def measured(run: Any, arguments: Sequence[Any], restore: Callable[[], None]) -> Callable[[], float]:
         def measure() -> float:
@@ -137,7 +137,7 @@ def test_without_memory_or_a_recording_it_stays_as_it_is(tmp_path: Path, error: 
     graph.measured = measured  # type: ignore[method-assign]
     graph.tune()
     assert graph.programs() == 8
-    later = Graph(Cache(tmp_path))
+    later = Graph(Store(tmp_path))
     later.taken |= {2: 80.0}
     later.tune()
     assert later.programs() == 2 and later.gpu.timed == 0, "what took how long alone is known"
@@ -202,7 +202,7 @@ def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> 
 
     class Dependent(Graph):
         def __init__(self) -> None:
-            super().__init__(Cache(tmp_path))
+            super().__init__(Store(tmp_path))
             kernels = [replace(k, dependent=True) for p in programs() for k in p.kernels]
             self.runner.candidates = tuple(
                 replace(p, kernels=(k,)) for p, k in zip(programs(), kernels, strict=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from fusion_compiler.ir.decision import noted
 from fusion_compiler.ir.loops import Constant
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.chunks import chunk
-from fusion_compiler.runtime.cache import PLANS
-from fusion_compiler.runtime.kept_plans import KeptPlans, Programs
-from tests import models
+from fusion_compiler.patterns import DEFAULT_PATTERNS, cluster_hint
+from fusion_compiler.runtime.kept_plans import Programs, write_plan
+from fusion_compiler.support.store import PLAN, Key, Store
+from tests import ROOT, models
 from tests.capture.test_autograd_cache import Block, captured, compiled, first_and_second, step, text_of
 from tests.passes import test_chunked_loss
 
@@ -37,7 +40,7 @@ def planned(model: Any) -> list[bool]:
 
 
 def records() -> list[Path]:
-    return sorted((Path(os.environ["FUSION_CACHE_DIR"]) / PLANS).glob("*.json"))
+    return Store().files(PLAN)
 
 
 @pytest.mark.sample(3)
@@ -46,14 +49,14 @@ def test_every_model_is_read_as_it_was_written(name: str, monkeypatch: pytest.Mo
     """Plans and programs of kernels that are never launched: the same, part by part."""
     checked: list[str] = []
 
-    def put(self: KeptPlans, key: str, plan: FusionPlan, programs: Programs) -> None:
+    def put(store: Store, key: Key, plan: FusionPlan, programs: Programs) -> None:
         text = json.dumps(record.write_decisions(plan, programs))
         assert plan.setting is not None
         again, read = record.read_decisions(json.loads(text), plan.name, plan.dag, plan.setting)
         assert again == plan and read == dict(programs) and str(again) == str(plan)
         checked.append(plan.name)
 
-    monkeypatch.setattr(KeptPlans, "put", put)
+    monkeypatch.setattr(api, "write_plan", put)
     model, batch = models.small(name, dropout=False)
     done = compiled(model)
     done(**batch)["loss"].backward()
@@ -92,6 +95,102 @@ def test_what_decides_about_a_plan_is_in_its_key() -> None:
     assert not any(planned(again))
 
 
+PROCESS = """
+import sys, json, torch, fusion_compiler as fc
+from torch.nn import functional as F
+from fusion_compiler import api
+from fusion_compiler.capture import capture
+from fusion_compiler.patterns import DEFAULT_PATTERNS
+
+SLOPE = float(sys.argv[2])
+
+def before(x):
+    return torch.log(1 + torch.exp(x)) * SLOPE
+
+def after(x):
+    return F.softplus(x) * SLOPE
+
+def bounded(limit):
+    return lambda x: x.shape[-1] <= limit
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("planned again")
+
+if sys.argv[1] == "second":
+    api.plan_clusters = api.match_all = api.emit = capture.trace_pre_autograd = forbidden
+
+rule = fc.rewrite(before, after, torch.randn(3, 4), domain="finite", where=bounded(64))
+hint = fc.cluster_hint(lambda x: torch.tanh(x).square(), torch.randn(3, 4), name="squared", backward=True)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+call = lambda x: before(torch.tanh(model(x)).square())
+x = torch.randn(5, 8, requires_grad=True)
+patterns = (rule, hint, *DEFAULT_PATTERNS)
+fast = fc.compile(call, backend="interpret", device="h200", strict=True, patterns=patterns)
+ours, = torch.autograd.grad(fast(x).sum(), x)
+truth, = torch.autograd.grad(call(x).sum(), x)
+torch.testing.assert_close(ours, truth)
+text = [line for line in str(fast.plan).splitlines() if not line.startswith("seconds: ")]
+print(json.dumps([["planned from disk" in p.notes["seconds"] for p in fast.plan], text]))
+"""
+
+
+def in_a_process(turn: str, slope: str = "2.0") -> tuple[list[bool], list[str]]:
+    command = [sys.executable, "-W", "ignore", "-c", PROCESS, turn, slope]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_a_second_process_plans_nothing_with_a_rewrite_and_a_hint_of_the_users() -> None:
+    first, text = in_a_process("first")
+    assert first == [False, False]
+    assert any("squared" in line for line in text) and any("ops replaced" in line for line in text)
+    assert in_a_process("second") == ([True, True], text)
+    assert in_a_process("other", "3.0")[0] == [False, False], "a global that a rule reads is in the key"
+
+
+def hinted(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def test_other_patterns_are_other_plans() -> None:
+    x, example = torch.randn(5, 16), torch.randn(3, 4)
+    named = cluster_hint(hinted, example, name="mine")
+    every = (DEFAULT_PATTERNS, (), (named,), (named, *DEFAULT_PATTERNS), (*DEFAULT_PATTERNS, named))
+    seen: list[str] = []
+    for patterns in every:
+        assert not any(planned(run(hinted, x, patterns))), patterns
+    for patterns in every:
+        again = run(hinted, x, patterns)
+        assert all(planned(again))
+        seen.append(text_of(again))
+    assert "mine" in seen[2] and "mine" not in seen[1] and len(set(seen)) >= 4
+
+
+def run(function: Any, x: torch.Tensor, patterns: Any) -> Any:
+    fast = compiled(function, patterns=patterns)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), function(x))
+    return fast
+
+
+def test_a_pattern_that_reads_what_changes_is_not_kept() -> None:
+    """The plan would be found by a process in which the pattern does something else."""
+    x, asked = torch.randn(5, 16), list[int]()
+
+    def where(x: Any) -> bool:
+        asked.append(x.shape[-1])
+        return len(asked) < 2
+
+    counting = cluster_hint(hinted, torch.randn(3, 4), name="mine", where=where)
+    first = run(hinted, x, (counting,))
+    assert asked == [16] and not any(planned(first))
+    other = run(hinted, torch.randn(5, 32), (counting,))
+    reason = "not kept: what pattern mine reads has changed since it was first compiled"
+    assert other.plan[0].notes["plan on disk"] == reason and not any(planned(other))
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "another class", "another graph"])
 def test_damaged_records_are_made_again(damage: str) -> None:
     model, x = Block(), torch.randn(5, 16)
@@ -116,8 +215,8 @@ def spoil(file: Path, damage: str) -> None:
         text[len(text) // 2] ^= 1
         file.write_bytes(bytes(text))
         return
-    kept = KeptPlans()._cache
-    ((key, value),) = ((k, v) for k, v in kept.list().items() if kept._file(k) == file)
+    key = Key(PLAN, file.stem, {})
+    value = Store().get(key)
     text = json.dumps(value)
     old, new = '{"Cluster"', '{"Path"'
     if damage == "another graph":
@@ -125,7 +224,7 @@ def spoil(file: Path, damage: str) -> None:
         old = json.dumps(cluster[1])
         new = json.dumps(["gone"])
     assert old in text
-    kept.put(key, json.loads(text.replace(old, new)))
+    Store().put(key, json.loads(text.replace(old, new)))
 
 
 def test_a_value_is_written_once_and_is_what_it_was() -> None:
@@ -148,21 +247,10 @@ def test_what_cannot_be_written_is_told() -> None:
     step(done := compiled(model), x)
     plan = next(iter(done.plan))
     ended = plan.decided(noted("search", "ended"))
-    assert "search ended" in str(KeptPlans().put("a", ended, {}))
+    key = Key(PLAN, "a" * 64, {})
+    assert "search ended" in str(write_plan(Store(), key, ended, {}))
     strange = replace(plan, leftovers=(object(),))  # type: ignore[arg-type]
-    assert KeptPlans().put("b", strange, {}) == "it holds object " + str(strange.leftovers[0])[:40]
-
-
-def test_a_folder_of_another_users_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Block(), torch.randn(5, 16)
-    step(done := compiled(model), x)
-    plan, before = next(iter(done.plan)), records()
-    owner = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: owner)
-    assert before and "another user" in str(KeptPlans().put("c", plan, {})) and records() == before
-    key = json.loads(before[0].read_text())["key"]
-    assert plan.setting is not None
-    assert KeptPlans().get(key, plan.name, plan.dag, plan.setting) is None
+    assert write_plan(Store(), key, strange, {}) == "it holds object " + str(strange.leftovers[0])[:40]
 
 
 def test_numbers_are_those_of_eager() -> None:

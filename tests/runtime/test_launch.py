@@ -36,11 +36,11 @@ from fusion_compiler.runtime.binding import (
     evaluate,
 )
 from fusion_compiler.runtime.builds import Build, compile_build
-from fusion_compiler.runtime.cache import Cache
 from fusion_compiler.runtime.launch import MOST_VARIANTS, Runner, compile_all, find_gpu, interpret, tuning_key
 from fusion_compiler.runtime.progress import Progress
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.runtime.target import build_of
+from fusion_compiler.support.store import TUNING, Store
 from tests.fake_gpu import FakeGpu, IdleGpu, use
 from tests.hand_made import argument, contiguous, elementwise, row_softmax, ticket_sum, two_kernel_sum
 
@@ -316,14 +316,14 @@ def launched_grid(gpu: FakeGpu) -> int:
 def test_the_fastest_is_taken_and_remembered(tmp_path: Path) -> None:
     a, b = vectors(1000)
     gpu = FakeGpu(us=(9.0, 8.0, 5.0), compiles=True)
-    run = runner(gpu, *blocks(), cache=Cache(tmp_path))
+    run = runner(gpu, *blocks(), store=Store(tmp_path))
     assert torch.equal(run(a, b)[0], a + b)
     assert gpu.timed == 1 and launched_grid(gpu) == 2
     again = FakeGpu(us=(1.0, 2.0, 3.0))
-    assert torch.equal(runner(again, *blocks(), cache=Cache(tmp_path))(a, b)[0], a + b)
+    assert torch.equal(runner(again, *blocks(), store=Store(tmp_path))(a, b)[0], a + b)
     assert again.timed == 0 and launched_grid(again) == 2 and len(again.loaded) == 1
     other = FakeGpu(us=(1.0, 2.0, 3.0), name="another GPU")
-    runner(other, *blocks(), cache=Cache(tmp_path))(a, b)
+    runner(other, *blocks(), store=Store(tmp_path))(a, b)
     assert other.timed == 1 and launched_grid(other) == 8
 
 
@@ -335,10 +335,10 @@ def test_timing_noise_does_not_beat_the_prediction() -> None:
 
 @pytest.mark.parametrize("record", [{"candidate": 17}, {"candidate": "0"}, [], "x", {"candidate": -1}, {}])
 def test_a_foreign_record_is_ignored(tmp_path: Path, record: Any) -> None:
-    cache = Cache(tmp_path)
-    cache.put(tuning_key(blocks(), "fake"), record)
+    store = Store(tmp_path)
+    store.put(tuning_key(blocks(), "fake"), record)
     gpu = FakeGpu(us=(9.0, 5.0, 8.0))
-    runner(gpu, *blocks(), cache=cache)(*vectors(1000))
+    runner(gpu, *blocks(), store=store)(*vectors(1000))
     assert gpu.timed == 1 and launched_grid(gpu) == 4
 
 
@@ -349,10 +349,10 @@ def test_capture_and_no_tuning_take_the_first() -> None:
 
 
 def test_out_of_memory_while_timing_takes_the_first(tmp_path: Path) -> None:
-    cache, gpu = Cache(tmp_path), FakeGpu(out_of_memory=True)
+    store, gpu = Store(tmp_path), FakeGpu(out_of_memory=True)
     a, b = vectors(1000)
-    assert torch.equal(runner(gpu, *blocks(), cache=cache)(a, b)[0], a + b)
-    assert launched_grid(gpu) == 8 and cache.list() == {}
+    assert torch.equal(runner(gpu, *blocks(), store=store)(a, b)[0], a + b)
+    assert launched_grid(gpu) == 8 and not store.files(TUNING)
 
 
 def test_a_candidate_that_cannot_be_launched_is_dropped() -> None:
@@ -471,9 +471,9 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(background, "compile_builds", compile_builds)
     monkeypatch.setattr(background, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
-    gpu, cache = FakeGpu(us=(9.0, 8.0, 5.0)), Cache(tmp_path)
-    softmax = runner(gpu, row_softmax(100), cache=cache)
-    tuned = runner(gpu, *blocks(), cache=cache)
+    gpu, store = FakeGpu(us=(9.0, 8.0, 5.0)), Store(tmp_path)
+    softmax = runner(gpu, row_softmax(100), store=store)
+    tuned = runner(gpu, *blocks(), store=store)
     untuned = runner(gpu, *blocks(), tune=False)
     eager = Runner((), no_fallback, name="c", backend="eager")
     compile_all([softmax, tuned, untuned, eager])
@@ -481,10 +481,10 @@ def test_compile_all_compiles_each_kernel_once(tmp_path: Path, monkeypatch: pyte
     assert eager.background is None
     softmax.background.wait()
     assert [build.name for build in asked[-1]] == ["row_softmax"] + ["elementwise"] * 3
-    cache.put(tuning_key(blocks(), "fake"), {"candidate": 2})
+    store.put(tuning_key(blocks(), "fake"), {"candidate": 2})
     compile_all([tuned])
     assert len(asked) == 1, "another graph that has the cluster too asks for nothing"
-    later = runner(gpu, *blocks(), cache=cache)
+    later = runner(gpu, *blocks(), store=store)
     compile_all([later])
     assert later.background is not None
     later.background.wait()
@@ -628,15 +628,15 @@ def test_programs_run_on_the_device(program: Program) -> None:
 
 @pytest.mark.gpu
 def test_tuning_and_alignment_on_the_device(tmp_path: Path) -> None:
-    cache = Cache(tmp_path)
+    store = Store(tmp_path)
     candidates = tuple(add_bf16(1_000_000, block) for block in (128, 1024, 4096))
     a, b = (torch.randn(1_000_008, device="cuda").bfloat16() for _ in range(2))
     for _ in range(2):  # the second finds the first one's record
-        run = Runner(candidates, no_fallback, name="c", strict=True, cache=cache)
+        run = Runner(candidates, no_fallback, name="c", strict=True, store=store)
         for offset in (0, 1, 8):
             x, y = a[offset : offset + 1_000_000], b[:1_000_000]
             assert torch.equal(run(x, y)[0], x + y)
-    (record,) = cache.list().values()
+    record = store.get(tuning_key(candidates, torch.cuda.get_device_name()))
     assert record["candidate"] in range(3) and all(us > 0 for us in record["us"])
 
 

@@ -26,7 +26,7 @@ from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.runtime import launch
 from fusion_compiler.runtime.binding import Entry
 from fusion_compiler.runtime.builds import Build
-from fusion_compiler.runtime.cache import FOLDER
+from fusion_compiler.support.store import TUNING
 from tests import ROOT
 from tests.fake_gpu import FakeGpu, use
 from tests.test_bad_input import Model
@@ -230,10 +230,10 @@ def test_no_memory_for_timing_takes_the_first_schedule(caches: Path, monkeypatch
     gpu = with_gpu(FakeGpu(us=US, out_of_memory=True), monkeypatch)
     fast = compiled(softmax, strict=True)
     assert_right(fast)
-    assert gpu.launched[-1][0] == gpu.loaded[0].name and not files(caches / "tuning" / FOLDER)
+    assert gpu.launched[-1][0] == gpu.loaded[0].name and not files(caches / "tuning" / TUNING.folder)
     gpu.out_of_memory = False
     assert_right(compiled(softmax, strict=True))
-    assert gpu.timed == 1 and files(caches / "tuning" / FOLDER), "the next process has another try"
+    assert gpu.timed == 1 and files(caches / "tuning" / TUNING.folder), "the next process has another try"
 
 
 def step(called: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
