@@ -30,8 +30,8 @@ from benchmarks.kernels import gradients_of, leaves, run
 from benchmarks.record import Record, environment, figure, reason, table
 from benchmarks.sizes import ALL_CASES
 from benchmarks.timing import Yardstick
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import program_of
+from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.ir.canonical import Canonical, describe
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program

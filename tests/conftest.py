@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusion_compiler import api
+from fusion_compiler.compiler import compiler
 from fusion_compiler.errors import WarnOnce
 from fusion_compiler.passes.fuse import candidates
 
@@ -103,7 +103,7 @@ def fresh_dynamo() -> None:
 @pytest.fixture(autouse=True)
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that a process sees once is seen by each test that causes it."""
-    monkeypatch.setattr(api, "of_process", WarnOnce())
+    monkeypatch.setattr(compiler, "of_process", WarnOnce())
 
 
 @pytest.fixture(autouse=True)

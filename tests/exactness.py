@@ -16,12 +16,12 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.utils._pytree import tree_map
 
 from benchmarks import ranking
-from fusion_compiler.api import Compiler
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.codegen import emit
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.graph_info import GraphInfo, Phase

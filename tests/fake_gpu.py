@@ -17,8 +17,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from fusion_compiler import api
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler import compiler
+from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.runtime.binding import Entry, Varying
 from fusion_compiler.runtime.builds import Build, compile_build
 from fusion_compiler.runtime.interpreter import run_source
@@ -124,4 +124,4 @@ def use(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
     """What is compiled for CPU tensors from now on takes the way of a device's, and runs on `gpu`."""
     patch.setattr(Compiler, "backend_for", lambda self, kind: "triton")  # pyright: ignore[reportUnknownLambdaType]
     patch.setitem(Runner.__init__.__kwdefaults__ or {}, "gpus", lambda device: gpu)  # pyright: ignore[reportUnknownLambdaType]
-    patch.setattr(api, "compile_all", lambda *_: False)  # pyright: ignore[reportUnknownLambdaType]
+    patch.setattr(compiler, "compile_all", lambda *_: False)  # pyright: ignore[reportUnknownLambdaType]

@@ -20,13 +20,12 @@ from benchmarks.clusters import CASES, Case
 from benchmarks.families import CAT_CASES
 from benchmarks.kernels import leaves
 from benchmarks.workloads import WORKLOADS, Workload
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Argument, Kernel, Program, Role
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
-from fusion_compiler.options import Options
 from tests.capture.test_few_queries import attention, tensors, window
 from tests.codegen.test_experts import mixtral, mixture
 from tests.codegen.test_matvec import decode_step, llama_1b
@@ -103,13 +102,12 @@ def plan_text(name: str) -> str:
 
 def programs_of(name: str) -> list[Program]:
     """The first candidate of every distinct cluster of a case, in the order in which they run."""
-    compiler = Compiler(Options.of(device=DEVICE))
     found: dict[object, Program] = {}
     for plan in plans_of(name):
         for cluster in execution_order(plan):
             key = canonical(cluster, plan.dag)
             if key not in found:
-                found[key] = compiler.emit(key, cluster, plan.dag, device_spec(DEVICE))[0]
+                found[key] = emit_cluster(key, cluster, plan.dag, device_spec(DEVICE))[0]
     return list(found.values())
 
 

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import fusion_compiler as fc
 from benchmarks.kernels import leaves
 from benchmarks.sizes import ALL_CASES
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
@@ -36,7 +36,6 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.optimizer import launch
 from fusion_compiler.optimizer.kernel import kernel_of
-from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for, instructions
 from tests.golden_cases import DEVICE, MAKERS, programs_of
 
@@ -109,10 +108,10 @@ def steps() -> Iterator[tuple[str, Kernel]]:
 
 def first_candidates(case: str, plans: Iterable[FusionPlan]) -> Iterator[tuple[str, Kernel]]:
     """Yield the kernels of each cluster's first candidate with a name."""
-    compiler, device = Compiler(Options.of(device=DEVICE)), device_spec(DEVICE)
+    device = device_spec(DEVICE)
     for plan in plans:
         for cluster in execution_order(plan):
-            program, *_ = compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device)
+            program, *_ = emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device)
             yield from ((f"{case}: {kernel.name}", kernel) for kernel in program.kernels)
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler import api
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen import emit
+from fusion_compiler.compiler import compiler, planning, runners
+from fusion_compiler.compiler.runners import Runners
 from fusion_compiler.errors import (
     FusionWarning,
     InternalError,
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 def break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel names something that does not exist."""
-    emit = Compiler.emit
+    emit = Runners.emit
 
     def broken(self: Any, *arguments: Any) -> Any:
         def spoilt(kernel: Any) -> Any:
@@ -54,7 +54,7 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         programs = emit(self, *arguments)
         return tuple(dataclasses.replace(p, kernels=tuple(map(spoilt, p.kernels))) for p in programs)
 
-    monkeypatch.setattr(Compiler, "emit", broken)
+    monkeypatch.setattr(Runners, "emit", broken)
 
 
 def count_fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -65,7 +65,7 @@ def count_fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(cluster.name)
         return subgraph(cluster, dag)
 
-    monkeypatch.setattr(api, "subgraph", counted)
+    monkeypatch.setattr(runners, "subgraph", counted)
     return made
 
 
@@ -156,7 +156,8 @@ def test_a_fault_of_the_compiler_costs_speed_only(stage: str, monkeypatch: pytes
         raise KeyError("copy_")
 
     broken = Pass("patterns", fails, does="It fails.", when="always")
-    monkeypatch.setattr(api, stage, (lambda *_: broken) if stage == "replace_patterns" else fails)
+    module = planning if stage == "plan_clusters" else compiler
+    monkeypatch.setattr(module, stage, (lambda *_: broken) if stage == "replace_patterns" else fails)
     model, twin = Model().eval(), Model().eval()
     twin.load_state_dict(model.state_dict())
     x = torch.randn(16, 8)

@@ -38,14 +38,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.rewrites": {"errors", "ir", "patterns", "capture", "runtime", "passes.patterns"},
     "passes.chunks": {"ir", "capture"},
     "passes.fuse": {"errors", "ir", "patterns", "schedule", "passes.lower", "passes.patterns"},
-    "api": {
+    "compiler": {
         "errors", "support", "ir", "options", "patterns", "codegen", "stitch", "runtime", "capture",
-        "optimizer", "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
+        "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
+    "api": {"errors", "options", "patterns", "runtime", "capture", "optimizer", "compiler", "report"},
     "pipeline": {"ir", "capture", "passes.chunks", "passes.rewrites"},
     "optimizer": {"errors", "ir", "options", "schedule", "codegen", "runtime", "capture", "passes.lower"},
-    "report": {"errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "api"},
-    "cli": {"errors", "support", "ir", "options", "pipeline", "runtime", "api", "report"},
+    "report": {
+        "errors", "ir", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse", "compiler",
+    },
+    "cli": {"errors", "support", "ir", "options", "pipeline", "runtime", "compiler", "report"},
     "__main__": {"cli"},
 }  # fmt: skip
 

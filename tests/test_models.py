@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.accuracy import chance, ratios_to_eager
-from fusion_compiler import api
+from fusion_compiler.compiler import runners
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import eager_ops
 from fusion_compiler.runtime.launch import Runner
@@ -175,7 +175,7 @@ def recorded_runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
         made.append(Runner(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(api, "Runner", runner)
+    monkeypatch.setattr(runners, "Runner", runner)
     return made
 
 

@@ -46,6 +46,7 @@ class Plans(Sequence[FusionPlan]):
     verification: the error table that verify=True fills. breaks: the places at which graphs end early, and
     the functions that no graph holds. called: whether the model has been. optimizer: what became of the one
     that it was compiled with. seconds: of each stage up to now, without TorchDynamo's.
+    reporter: makes a `report.Report` of the plans.
     """
 
     def __init__(self, stages: Stages | None = None) -> None:
@@ -56,6 +57,17 @@ class Plans(Sequence[FusionPlan]):
         self.breaks: tuple[GraphBreak, ...] = ()
         self.called = False
         self.optimizer: Any = None
+        self.reporter: Callable[[Plans], Any] | None = None
+
+    def report(self) -> Any:
+        """Return the Report of all graphs captured so far, as `explain` returns it. Nothing is planned again
+        before a question asks for it."""
+        assert self.reporter is not None, "compile() sets it"
+        return self.reporter(self)
+
+    def why(self, a: str, b: str) -> Any:
+        """Return why two ops are one kernel or are not, in each graph that has both (`Report.why`)."""
+        return self.report().why(a, b)
 
     def record(self, plan: FusionPlan) -> None:
         """Add the plan of a graph that has just been compiled."""
@@ -148,6 +160,12 @@ class CompiledFunction:
     @property
     def verification(self) -> Verification:
         return self._plans.verification
+
+    def report(self) -> Any:
+        return self._plans.report()
+
+    def why(self, a: str, b: str) -> Any:
+        return self._plans.why(a, b)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -317,6 +335,10 @@ def _compiled_module(
         body["get_compiled_call"] = lambda self, config: self.__call__
     if not hasattr(model, "plan"):
         body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
+    if not hasattr(model, "report"):
+        body["report"] = lambda self: plans.report()
+    if not hasattr(model, "why"):
+        body["why"] = lambda self, a, b: plans.why(a, b)
     if not hasattr(model, "verification"):
         body["verification"] = property(lambda self: plans.verification, doc=Verification.__doc__)
     cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))

@@ -214,7 +214,7 @@ def check_smoke() -> Check:
     """One cluster compiled and run against eager: on the GPU, else in the interpreter and as far as SASS."""
     import torch
 
-    from fusion_compiler.api import Compiler
+    from fusion_compiler.compiler.compiler import Compiler
     from fusion_compiler.options import Options
     from fusion_compiler.runtime.target import compile_for
 

@@ -33,13 +33,14 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fusion_compiler.api import Compiler, compile
 from fusion_compiler.capture.attention_choice import cudnn_version
 from fusion_compiler.capture.fakes import FakesOnly
-from fusion_compiler.capture.module import plain, wrap
+from fusion_compiler.capture.module import Plans, plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.capture.target import GPU, capturing_for, name_device, on_gpu
+from fusion_compiler.compiler.compiler import Compiler
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
@@ -110,7 +111,7 @@ def _report(
         except UntraceableError as error:
             reason = str(error)
         compiler = _Planner(options, patterns, asked=True)  # its graphs are numbered from 0
-        fast = wrap(copied, compiler.backend(), compiler.plans, compile)
+        fast = wrap(copied, compiler.backend(), compiler.plans, recompile=plain)
         incomplete = ""
         try:
             _backward(fast(*fake_args, **fake_kwargs))
@@ -129,6 +130,12 @@ def _assumed(plans: tuple[FusionPlan, ...]) -> str:
     if cudnn_version() is None and any("cudnn_attention" in name for name in calls):
         return "with cuDNN 9.15.1 or later, which computes attention"
     return ""
+
+
+def report_of(model: str, plans: Plans) -> Report:
+    """Return the report of what was compiled so far. model: its name."""
+    device = plans[0].device if plans else "nothing yet"
+    return Report(model, device, tuple(plans), emit=kernels_of, breaks=plans.breaks)
 
 
 class _Planner(Compiler):
@@ -163,14 +170,13 @@ def quiet_fakes() -> Generator[None]:
 
 def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
     """The Triton source of every cluster, by graph and cluster; the same work is emitted once."""
-    compiler = Compiler(Options())
     known: dict[Canonical, tuple[str, str]] = {}
     found: dict[tuple[str, str], tuple[str, str]] = {}
     for plan in plans:
         for cluster in plan.clusters:
             key = canonical(cluster, plan.dag)
             if key not in known:
-                kernels = compiler.emit(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
+                kernels = emit_cluster(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
                 taken = {name for name, _ in known.values()}
                 name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
                 known[key] = name, "\n\n".join(kernel.source for kernel in kernels)

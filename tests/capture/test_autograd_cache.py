@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler import api
 from fusion_compiler.capture import autograd_cache, graph_text
+from fusion_compiler.compiler import compiler
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.passes.rewrites import innermost_channels
 from fusion_compiler.support import store
@@ -95,7 +95,7 @@ def test_what_is_found_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> N
     def split(*_: Any, **__: Any) -> Any:
         raise AssertionError("partitioned again")
 
-    monkeypatch.setattr(api, "partition", split)
+    monkeypatch.setattr(compiler, "partition", split)
     again = compiled(model)
     assert all(map(torch.equal, step(again, x), truth)) and captured(again) == {"from disk"}
 

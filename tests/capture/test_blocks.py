@@ -22,11 +22,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from benchmarks.workloads import WORKLOADS, step
-from fusion_compiler import api
 from fusion_compiler.capture import blocks, capture
 from fusion_compiler.capture import repeats as found_repeats
 from fusion_compiler.capture.blocks import UnlikeError
 from fusion_compiler.capture.repeats import repeats
+from fusion_compiler.compiler import compiler
 from tests.random_programs.generate import draw
 from tests.random_programs.judge import judge
 from tests.random_programs.program import Program, assigned
@@ -71,7 +71,7 @@ class Stack(nn.Module):
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[Any], int]]:
     """Of joint graphs, as they are traced: what is told of their nodes, and how many tensors have memory."""
     found: list[tuple[Counter[Any], int]] = []
-    original = api.partition
+    original = compiler.partition
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         nodes = joint.graph.nodes
@@ -82,7 +82,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[Any], int]]:
         found[-1][0].update(shared=len(backward & {*forward}), backward=len(backward), forward=len(forward))
         return original(joint, *args, **kwargs)
 
-    monkeypatch.setattr(api, "partition", partition)
+    monkeypatch.setattr(compiler, "partition", partition)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import FusionWarning, InternalError
 from fusion_compiler.ir.graph_info import GraphInfo
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
-from fusion_compiler import api
 from fusion_compiler.capture.tangents import Backward, Missing
+from fusion_compiler.compiler import compiler
 from fusion_compiler.ir.dag import OpDag
 from tests.fake_gpu import FakeGpu, use
 
@@ -165,7 +165,7 @@ def test_a_backward_is_planned_while_the_kernels_of_its_forward_are_compiled(
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
     use(FakeGpu(index=-1), monkeypatch)
     for busy, expected in ((True, ["graph0.forward", "graph0.backward"]), (False, ["graph0.forward"])):
-        monkeypatch.setattr(api, "compile_all", functools.partial(lambda busy, *_: busy, busy))
+        monkeypatch.setattr(compiler, "compile_all", functools.partial(lambda busy, *_: busy, busy))
         model = Model().to(torch.float32)
         fast = fc.compile(model, tune=False)
         x = torch.randn(3, 6, requires_grad=True)

@@ -16,13 +16,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DEVICES, DeviceSpec, device_spec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.options import Options
+from fusion_compiler.options import ALL
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.few_rows import Tile, placed_tile
 from fusion_compiler.schedule.placement import Place, Placement
@@ -215,8 +215,7 @@ def programs_of(plan: fc.FusionPlan, device: str = "h200") -> tuple[Program, ...
     shapes = {name: plan.dag.op(name).outputs[0].shape for name in cluster.inputs}
     constants = tuple(name for name, shape in shapes.items() if len(shape) == 1 or shape[0] > 16)
     cluster = replace(cluster, constants=constants)
-    compiler = Compiler(Options(tune="all"))
-    return compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec(device))
+    return emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device_spec(device), ALL)
 
 
 @pytest.mark.parametrize(("k", "n"), [(1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024)])

@@ -17,17 +17,16 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler import api
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.passes import launched_dependently
 from fusion_compiler.codegen.tile import Assign, Do, For, If, Range, Statement, Store, Update
+from fusion_compiler.compiler import runners
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.syntax import Name, fm, tl
-from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.fuse.dependent import NOTE
 from fusion_compiler.runtime.builds import compile_build
@@ -97,8 +96,7 @@ def clusters_of(plan: fc.FusionPlan) -> list[Cluster]:
 
 
 def programs_of(plan: fc.FusionPlan, cluster: Cluster, limit: int = 4) -> tuple[Program, ...]:
-    compiler = Compiler(Options(tune="all" if limit > 4 else True))
-    return compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200"))
+    return emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200"), limit)
 
 
 def constant_pointers(plan: fc.FusionPlan, cluster: Cluster, program: Program, kernel: Kernel) -> set[str]:
@@ -559,8 +557,8 @@ def test_what_is_loaded_early_changes_no_value(
         texts.update(kernel.source for program in early for kernel in program.kernels)
         return (early[number % len(early)],) if early else programs
 
-    emit = api.emit
-    monkeypatch.setattr(api, "emit", one)
+    emit = runners.emit
+    monkeypatch.setattr(runners, "emit", one)
     while number < most:
         monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path / str(number)))  # plans keep kernels
         torch._dynamo.reset()

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.decoders import DECODERS
 from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import HardwareExceededError
 from fusion_compiler.ir.canonical import Canonical
 from fusion_compiler.ir.dag import OpDag

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.math import UNSENT as MARK
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
-from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner, interpret
 from fusion_compiler.runtime.target import compile_for
 from tests.hand_made import HEADER, argument, contiguous
@@ -179,7 +178,7 @@ def test_norms_one_after_the_other_compile_where_programs_share_rows_in_blocks()
     (plan,) = explained.plans
     (cluster,) = plan.clusters
     key, device = canonical(cluster, plan.dag), device_spec(plan.device)
-    programs = Compiler(Options()).emit(key, cluster, plan.dag, device)
+    programs = emit_cluster(key, cluster, plan.dag, device)
     looped = [p for p in programs if "place(col.i.o, LOOP)" in p.schedule]
     assert looped
     for program in looped:

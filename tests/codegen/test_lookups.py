@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.errors import IndexRangeError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program
-from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for, instructions
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
@@ -130,10 +129,9 @@ def test_the_element_number_may_be_beyond_32_bits() -> None:
 
 def programs_of(function: Callable[..., Tensor], *arguments: Tensor) -> list[Program]:
     """The first candidate of every forward cluster, for an H200."""
-    compiler = Compiler(Options.of(device="h200"))
     (plan, *_) = fc.explain(function, *arguments, device="h200").plans
     spec = device_spec("h200")
-    return [compiler.emit(canonical(c, plan.dag), c, plan.dag, spec)[0] for c in plan.clusters]
+    return [emit_cluster(canonical(c, plan.dag), c, plan.dag, spec)[0] for c in plan.clusters]
 
 
 def unchecked(kernel: Kernel) -> Kernel:

@@ -11,12 +11,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.loops import LoopNest
-from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import few_rows
 from fusion_compiler.schedule.placement import Placement
@@ -397,7 +396,6 @@ def test_norms_in_front_of_products_compile(rows: int) -> None:
             fast(x)
     (plan,) = fast.plan
     (cluster,) = plan.clusters
-    compiler = Compiler(Options.of(device="h200"))
-    for program in compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
+    for program in emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
         (kernel,) = program.kernels
         assert not compile_for(kernel, "sm_90").spills

@@ -13,12 +13,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
-from fusion_compiler.options import Options
 from fusion_compiler.runtime.target import compile_for, instructions
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
@@ -31,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("small_matrices")
 def kernels_of(plan: fc.FusionPlan) -> Iterator[Kernel]:
     """Of the only cluster, with each of its schedules on an H200."""
     (cluster,) = plan.clusters
-    compiler = Compiler(Options.of(device="h200"))
-    for program in compiler.emit(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
+    for program in emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
         yield from program.kernels
 
 

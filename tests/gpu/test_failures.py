@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import Runners
 from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.ir.kernel import Kernel, Program
 from tests.runtime.test_survival import assert_killing_harms_nothing, assert_right, compiled, softmax
@@ -43,14 +43,14 @@ def enlarge(monkeypatch: pytest.MonkeyPatch, first: int | None, cache: Path) -> 
     cache: a folder of their own, so that no plan of other kernels is found.
     """
     monkeypatch.setenv("FUSION_CACHE_DIR", str(cache))
-    emit = Compiler.emit
+    emit = Runners.emit
 
     def emit_large(self: Any, *arguments: Any) -> Any:
         programs = emit(self, *arguments)
         count = len(programs) if first is None else first
         return (*map(enlarged, programs[:count]), *programs[count:])
 
-    monkeypatch.setattr(Compiler, "emit", emit_large)
+    monkeypatch.setattr(Runners, "emit", emit_large)
 
 
 @pytest.mark.parametrize("tune", [True, False])

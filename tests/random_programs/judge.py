@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
 from fusion_compiler.codegen import emit
 from fusion_compiler.codegen.emit import schedules_of
+from fusion_compiler.compiler.runners import Runners
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program as KernelProgram
@@ -84,7 +84,7 @@ def any_schedules(seed: int) -> Generator[None]:
 def compiling_for(target: str) -> Generator[None]:
     """Within it, each cluster's first program must also compile for a target ("sm_90"). The interpreter runs
     some kernels that Triton does not compile."""
-    emitted = Compiler.emit
+    emitted = Runners.emit
 
     def checked(*arguments: Any) -> tuple[KernelProgram, ...]:
         programs = emitted(*arguments)
@@ -92,7 +92,7 @@ def compiling_for(target: str) -> Generator[None]:
             compile_for(kernel, target)
         return programs
 
-    with patch.object(Compiler, "emit", checked):
+    with patch.object(Runners, "emit", checked):
         yield
 
 

@@ -26,7 +26,7 @@ from tests import models
 
 def plain(explained: fc.Report) -> list[dict[str, Any]]:
     """The plans as data, without times and without the names of inputs, which are numbered differently."""
-    texts = [json.dumps({**plan.json(), "notes": None}) for plan in explained.plans]
+    texts = [json.dumps({**plan.json(), "notes": None, "decisions": None}) for plan in explained.plans]
     return [json.loads(re.sub(r"(primals_|arg)\d+(_1)?", "input", text)) for text in texts]
 
 

@@ -483,7 +483,7 @@ def test_names_of_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(plan.name)
         return ranges_of(plan)
 
-    monkeypatch.setattr("fusion_compiler.api.ranges_of", counted)
+    monkeypatch.setattr("fusion_compiler.compiler.compiler.ranges_of", counted)
     fast = fc.compile(lambda x: torch.softmax(x, -1), backend="eager")
     x = torch.randn(3, 4)
     fast(x)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 import fusion_compiler as fc
-from fusion_compiler import api
+from fusion_compiler.compiler import compiler
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime.collection import WHILE_COMPILING, rare_collections
 
@@ -68,7 +68,7 @@ def test_young_garbage_is_collected() -> None:
 
 def test_a_compilation_forward_and_backward_runs_so(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, int]] = []
-    before, build = gc.get_threshold(), api.build
+    before, build = gc.get_threshold(), compiler.build
 
     @torch.compiler.assume_constant_result
     def by_dynamo() -> float:
@@ -82,7 +82,7 @@ def test_a_compilation_forward_and_backward_runs_so(monkeypatch: pytest.MonkeyPa
     def model(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * by_dynamo()
 
-    monkeypatch.setattr(api, "build", built)
+    monkeypatch.setattr(compiler, "build", built)
 
     fast = fc.compile(model, backend="eager")
     x = torch.randn(4, requires_grad=True)
@@ -98,7 +98,7 @@ def test_a_compilation_that_fails_leaves_no_trace(monkeypatch: pytest.MonkeyPatc
     def fails(graph: fx.Graph) -> object:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(api, "build", fails)
+    monkeypatch.setattr(compiler, "build", fails)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusionWarning)
         fc.compile(lambda x: x.sin() + 1, backend="eager")(torch.randn(3))

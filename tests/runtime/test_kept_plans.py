@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_compiler import api
+from fusion_compiler.compiler import compiler, planning, runners
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir import record
 from fusion_compiler.ir.decision import noted
@@ -56,7 +57,7 @@ def test_every_model_is_read_as_it_was_written(name: str, monkeypatch: pytest.Mo
         assert again == plan and read == dict(programs) and str(again) == str(plan)
         checked.append(plan.name)
 
-    monkeypatch.setattr(api, "write_plan", put)
+    monkeypatch.setattr(planning, "write_plan", put)
     model, batch = models.small(name, dropout=False)
     done = compiled(model)
     done(**batch)["loss"].backward()
@@ -73,8 +74,8 @@ def test_a_second_compilation_plans_and_emits_nothing(monkeypatch: pytest.Monkey
     def again(*_: Any, **__: Any) -> Any:
         raise AssertionError("made again")
 
-    monkeypatch.setattr(api, "plan_clusters", again)
-    monkeypatch.setattr(api, "emit", again)
+    monkeypatch.setattr(planning, "plan_clusters", again)
+    monkeypatch.setattr(runners, "emit", again)
     torch._dynamo.reset()
     second = api.compile(model, backend="interpret", device="h200")
     for a, b, eager in zip(step(second, x), truth, step(model, x), strict=True):
@@ -98,7 +99,7 @@ def test_what_decides_about_a_plan_is_in_its_key() -> None:
 PROCESS = """
 import sys, json, torch, fusion_compiler as fc
 from torch.nn import functional as F
-from fusion_compiler import api
+from fusion_compiler.compiler import planning, runners
 from fusion_compiler.capture import capture
 from fusion_compiler.patterns import DEFAULT_PATTERNS
 
@@ -117,7 +118,7 @@ def forbidden(*args, **kwargs):
     raise AssertionError("planned again")
 
 if sys.argv[1] == "second":
-    api.plan_clusters = api.match_all = api.emit = capture.trace_pre_autograd = forbidden
+    planning.plan_clusters = planning.match_all = runners.emit = capture.trace_pre_autograd = forbidden
 
 rule = fc.rewrite(before, after, torch.randn(3, 4), domain="finite", where=bounded(64))
 hint = fc.cluster_hint(lambda x: torch.tanh(x).square(), torch.randn(3, 4), name="squared", backward=True)
@@ -277,8 +278,8 @@ def test_loops_over_chunks_are_kept(loss: Any, monkeypatch: pytest.MonkeyPatch) 
     def again(*_: Any, **__: Any) -> Any:
         raise AssertionError("made again")
 
-    for stage in ("plan_clusters", "emit", "partition"):
-        monkeypatch.setattr(api, stage, again)
+    for module, stage in ((planning, "plan_clusters"), (runners, "emit"), (compiler, "partition")):
+        monkeypatch.setattr(module, stage, again)
     second, found = run()
     loops = [
         o.target for p in second.plan for n in p.dag.order if "chunks_of" in str((o := p.dag.op(n)).target)

@@ -21,6 +21,7 @@ import torch
 import triton
 
 from fusion_compiler import api
+from fusion_compiler.compiler import runners
 from fusion_compiler.errors import FusionWarning, HardwareExceededError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Program, Role
 from fusion_compiler.runtime import background, cuda, launch
@@ -537,7 +538,7 @@ def test_compile_all_leaves_a_missing_gpu_to_the_runners() -> None:
 def test_what_takes_little_of_a_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its kernels are fewer to compile; tune="all" times it all the same."""
     monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(api, "LITTLE", 0.3)
+    monkeypatch.setattr(runners, "LITTLE", 0.3)
     for tune, timed in ((True, ["softmax"]), ("all", ["cumsum", "softmax"])):
         use(gpu := IdleGpu(), monkeypatch)
         gpu.us = (1.0,) * 1000

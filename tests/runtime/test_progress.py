@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from fusion_compiler import api
+from fusion_compiler.compiler import compiler
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.runtime import builds, progress
 from fusion_compiler.runtime.builds import compile_builds
@@ -259,7 +259,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Patient]:
         found.append(Patient(enabled))
         return found[-1]
 
-    monkeypatch.setattr(api, "Progress", make)
+    monkeypatch.setattr(compiler, "Progress", make)
     return found
 
 

@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime.errors import OutOfResources
 
 import fusion_compiler as fc
-from fusion_compiler import api
+from fusion_compiler.compiler import compiler
 from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.runtime import launch
 from fusion_compiler.runtime.binding import Entry
@@ -61,7 +61,7 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def with_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     use(gpu, monkeypatch)
-    monkeypatch.setattr(api, "compile_all", launch.compile_all)
+    monkeypatch.setattr(compiler, "compile_all", launch.compile_all)
     return gpu
 
 

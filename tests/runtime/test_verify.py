@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import Runners
 from fusion_compiler.errors import FusionWarning, KernelError
 from fusion_compiler.runtime.verify import compare
 from tests import models
@@ -32,7 +32,7 @@ def test_a_model_is_verified_once() -> None:
 
 def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel computes a sine where the model has a hyperbolic tangent."""
-    emit = Compiler.emit
+    emit = Runners.emit
 
     def broken(self: Any, *arguments: Any) -> Any:
         def spoilt(kernel: Any) -> Any:
@@ -41,7 +41,7 @@ def wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         programs = emit(self, *arguments)
         return tuple(dataclasses.replace(p, kernels=tuple(map(spoilt, p.kernels))) for p in programs)
 
-    monkeypatch.setattr(Compiler, "emit", broken)
+    monkeypatch.setattr(Runners, "emit", broken)
 
 
 def function(x: Tensor) -> Tensor:
