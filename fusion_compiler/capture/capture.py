@@ -14,7 +14,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 from unittest.mock import patch
@@ -40,7 +40,7 @@ from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.guards import add_guards
 from fusion_compiler.capture.in_place import show_arguments
-from fusion_compiler.capture.kept_rewrites import Rewritten, read_rewritten, write_rewritten
+from fusion_compiler.capture.kept_rewrites import read_rewritten, write_rewritten
 from fusion_compiler.capture.partition import merge_equal, partition
 from fusion_compiler.capture.pre_autograd import (
     UntraceableError,
@@ -69,7 +69,7 @@ from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
-from fusion_compiler.support.store import Key, Store
+from fusion_compiler.support.store import Store
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
 
@@ -161,11 +161,15 @@ def make_backend(
     def compiled(
         compilers: _Compilers, name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
     ) -> Callable[..., Any]:
-        key = _key_above(gm, inputs, options, patterns) if not traced and options is not None else None
-        recorded = read_rewritten(kept, key) if key is not None else None
-        if recorded is not None and autograd_cache.has_entry(recorded.autograd):
+        key = recorded = None
+        if not traced and options is not None:
+            with suppress(NotWritable):  # it is rewritten in each process
+                key = kept_rewrites.key_of(gm, inputs, options, patterns())
+                recorded = read_rewritten(kept, key)
+        if recorded is not None and autograd_cache.has_entry(recorded[0]):
+            autograd, notes = recorded
             try:
-                return compilers.compile(gm, inputs, recorded.notes, decompositions(), recorded.autograd)
+                return compilers.compile(gm, inputs, notes, decompositions(), autograd)
             except _AbsentError:
                 pass
         with stages.of("rewrites"):
@@ -174,7 +178,7 @@ def make_backend(
         try:
             run = compilers.compile(rewritten, inputs, notes, decompositions())
             if key is not None and compilers.key is not None:
-                write_rewritten(kept, key, Rewritten(compilers.key, notes))
+                write_rewritten(kept, key, compilers.key, notes)
             return run
         except TorchDynamoException:
             raise
@@ -193,16 +197,6 @@ def _undone(notes: Decisions, error: Exception) -> Decisions:
     undone = (replace(n, outcome=Outcome.REFUSED, reason=f"{n.reason}; undone") for n in notes if n.is_done)
     refused = (n for n in notes if not n.is_done)
     return (Decision("pre-autograd", "", Outcome.REFUSED, reason), *undone, *refused)
-
-
-def _key_above(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Any, patterns: Callable[[], Any]
-) -> Key | None:
-    """Return the key of what the rewrites make of a graph on disk, or None if it cannot be kept."""
-    try:
-        return kept_rewrites.key_of(gm, inputs, options, patterns())
-    except NotWritable:
-        return None
 
 
 class _AbsentError(Exception):

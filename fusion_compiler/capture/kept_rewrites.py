@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +34,17 @@ from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.support.store import REWRITE, Key, Store
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """The record describes a rewritten graph. autograd: its key in autograd's cache."""
-
-    autograd: str
-    notes: Decisions
-
-
-def read_rewritten(store: Store, key: Key) -> Rewritten | None:
-    """Return the record under a key. An incomplete record counts as absent."""
+def read_rewritten(store: Store, key: Key) -> tuple[str, Decisions] | None:
+    """Return the rewritten graph's key in autograd's cache, and the notes, or None without a whole record."""
     written = store.get(key)
     try:
-        return Rewritten(str(written["autograd"]), record.read(written["notes"]))
+        return str(written["autograd"]), record.read(written["notes"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
 
-def write_rewritten(store: Store, key: Key, rewritten: Rewritten) -> None:
-    store.put(key, {"autograd": rewritten.autograd, "notes": record.write(rewritten.notes)})
+def write_rewritten(store: Store, key: Key, autograd: str, notes: Decisions) -> None:
+    store.put(key, {"autograd": autograd, "notes": record.write(notes)})
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: Any, patterns: Any = None) -> Key:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fusion_compiler import __version__
 from fusion_compiler.errors import (
@@ -28,7 +28,6 @@ from fusion_compiler.runtime.loading import brief, load, user_line
 
 if TYPE_CHECKING:
     from fusion_compiler.runtime.stored import Entry
-    from fusion_compiler.support.store import Kind
 
 DONE, FAILED, USAGE = 0, 1, 2
 PROGRAM = "fusion-compiler"
@@ -240,37 +239,34 @@ def profile(chosen: argparse.Namespace) -> int:
 def cache(chosen: argparse.Namespace) -> int:
     """Sum up, list or clear what is on disk."""
     from fusion_compiler.runtime import stored
-    from fusion_compiler.support.store import Store
+    from fusion_compiler.support.store import KINDS, Store
 
-    store = Store()
-    entries, folders = stored.entries_of(store), stored.folders(store)
-    data: Any = {kind.name: _sum(entries, kind, place) for kind, place in folders.items()}
-    if chosen.action == "clear":
-        sums = [data[kind.name] for kind in folders if kind.cache in ("ours", *chosen.also)]
-        sorts = {kind.name for kind in folders if kind.cache in ("ours", *chosen.also)}
-        removed = [entry for entry in entries if entry.sort in sorts]
-        gone, freed = len(removed), sum(entry.bytes for entry in removed)
-        if not chosen.dry_run:
-            gone, freed = stored.clear(removed, store)
-        verb = "would remove" if chosen.dry_run else "removed"
-        rows = [(f"{verb}", f"{d['entries']} entries,", _size(d["bytes"]), f"from {d['path']}") for d in sums]
-        text = _table(rows, right=(1, 2))
-        data = {"removed": gone, "bytes": freed, "folders": [d["path"] for d in sums]}
+    store, caches = Store(), ("ours", *(chosen.also if chosen.action == "clear" else ("pytorch", "triton")))
+    by_kind = {kind: stored.entries_of(kind, store) for kind in KINDS if kind.cache in caches}
+    entries = [entry for each in by_kind.values() for entry in each]
+    sums: dict[str, dict[str, Any]] = {}
+    for kind, each in by_kind.items():
+        total = {"entries": len(each), "bytes": sum(entry.bytes for entry in each)}
+        path = str(stored.folder_of(kind, store) or "")
+        sums[kind.name] = {**total, "path": path, "holds": kind.holds}
+    rows = [(f"{n}:", f"{d['entries']} entries", _size(d["bytes"]), d["path"]) for n, d in sums.items()]
+    lines, data = _table(rows, right=(1, 2)).splitlines(), cast(Any, sums)
+    if chosen.action == "size":
+        lines = [f"{line}\n  {d['holds']}" for line, d in zip(lines, sums.values(), strict=True)]
+    elif chosen.action == "clear":
+        lines.insert(0, "would remove" if chosen.dry_run else "removed")
+        count, freed = len(entries), sum(entry.bytes for entry in entries)
+        count, freed = (count, freed) if chosen.dry_run else stored.clear(entries, store)
+        data = {"removed": count, "bytes": freed, "folders": [d["path"] for d in sums.values()]}
         data["dry_run"] = chosen.dry_run
-    elif chosen.action == "size":
-        rows = [
-            (f"{name}:", f"{d['entries']} entries", _size(d["bytes"]), d["path"]) for name, d in data.items()
-        ]
-        lines = _table(rows, right=(1, 2)).splitlines()
-        text = "\n".join(f"{line}\n  {kind.holds}" for line, kind in zip(lines, folders, strict=True))
     else:
         data = [{**vars(entry), "path": str(entry.path)} for entry in entries]
         head = ("sort", "kernel", "device", "versions", "used", "size", "")
-        text = _table([head, *map(_row, entries)], right=(4, 5)) if entries else "nothing is kept"
+        lines = [_table([head, *map(_row, entries)], right=(4, 5)) if entries else "nothing is kept"]
     if chosen.json:
         _write(chosen.json, _data(data))
     if chosen.json != "-":
-        print(text)
+        print("\n".join(lines))
     return DONE
 
 
@@ -333,12 +329,6 @@ def _write(path: str, text: str) -> None:
 
 def _data(data: Any) -> str:
     return json.dumps(data, indent=1)
-
-
-def _sum(entries: Sequence[Entry], kind: Kind, place: Path | None) -> dict[str, Any]:
-    sizes = [entry.bytes for entry in entries if entry.sort == kind.name]
-    total = {"entries": len(sizes), "bytes": sum(sizes)}
-    return {**total, "path": str(place or ""), "holds": kind.holds}
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

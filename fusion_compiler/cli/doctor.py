@@ -175,20 +175,22 @@ def check_toolchain() -> Check:
 
 
 def check_cache() -> Check:
-    from fusion_compiler.runtime.stored import record_entries
-    from fusion_compiler.support.store import Store
+    from fusion_compiler.runtime.stored import entries_of
+    from fusion_compiler.support.store import KINDS, Store
 
     store = Store()
-    return _folder_check("cache", store.path, record_entries(store), "FUSION_CACHE_DIR")
+    entries = [entry for kind in KINDS if kind.cache == "ours" for entry in entries_of(kind, store)]
+    return _folder_check("cache", store.path, entries, "FUSION_CACHE_DIR")
 
 
 def check_kernels() -> Check:
-    from fusion_compiler.runtime.stored import kernel_entries, kernel_folder
+    from fusion_compiler.runtime.stored import entries_of, folder_of
+    from fusion_compiler.support.store import KERNEL, Store
 
-    folder = kernel_folder()
+    folder = folder_of(KERNEL, Store())
     if folder is None:
         return Check("kernel cache", WARN, "Triton is not installed", "see triton above")
-    return _folder_check("kernel cache", folder, kernel_entries(folder), "TRITON_CACHE_DIR")
+    return _folder_check("kernel cache", folder, entries_of(KERNEL, Store()), "TRITON_CACHE_DIR")
 
 
 def _folder_check(name: str, folder: Path, entries: list[Entry], variable: str) -> Check:

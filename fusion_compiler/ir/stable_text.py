@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from fusion_compiler.ir.record import NotWritable
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
-_PYTORCHS = (torch.dtype, torch.device, torch.layout, torch.memory_format, OpOverload, OpOverloadPacket)
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), type(...), range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 _NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 _MODULES = frozenset({"torch", "math", "cmath", "operator", "_operator", "builtins"})
 _NAMESPACES = frozenset({"aten", "prims"})  # of `torch.ops`; a user's operators may change
@@ -34,7 +35,10 @@ def stable_text(value: Any) -> Any:
 
     Raises NotWritable for anything that has no such text, such as a tensor or an object of a user's class.
     """
-    return _Writer().write(value)
+    try:
+        return _Writer().write(value)
+    except RecursionError:
+        raise NotWritable("it reads a value that holds itself") from None
 
 
 class _Writer:
@@ -45,18 +49,16 @@ class _Writer:
 
     def write(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN or kind in _PYTORCHS:
-            if getattr(value, "namespace", "aten") not in _NAMESPACES:
-                raise NotWritable(f"it reads the operator {value}")
+        if kind in _PLAIN:
             return [kind.__name__, repr(value)]
         if kind in (tuple, list):
             return [kind.__name__, *map(self.write, value)]
         if kind in (set, frozenset):
             return [kind.__name__, *sorted(map(self.write, value), key=str)]
         if kind is dict:
-            return ["dict", *([self.write(k), self.write(v)] for k, v in value.items())]
+            return ["dict", *map(self.write, value.items())]
         if kind is functools.partial:
-            return ["partial", self.write(value.func), self.write(value.args), self.write(value.keywords)]
+            return ["partial", self.write((value.func, value.args, value.keywords))]
         if (name := _name(value)) is not None:
             return ["name", name]
         if kind is types.FunctionType:

@@ -8,7 +8,7 @@ not in it: whoever reads it has built it again.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.dag import OpDag
@@ -57,12 +57,7 @@ def write_plan(store: Store, key: Key, plan: FusionPlan, programs: Programs) -> 
 
 def _check(plan: FusionPlan, programs: Programs) -> None:
     """Raise ValueError if a plan does not belong to its graph."""
-    operators = plan.dag.order
-    _subset((name for c in plan.clusters for name in (*c.ops, *c.outputs)), operators)
-    _subset((left.op for left in plan.leftovers), operators)
-    _subset(programs, [c.name for c in plan.clusters])
-
-
-def _subset(names: Iterable[str], allowed: Iterable[str]) -> None:
-    if unknown := set(names) - set(allowed):
+    operators = {left.op for left in plan.leftovers}.union(*({*c.ops, *c.outputs} for c in plan.clusters))
+    unknown = operators.difference(plan.dag.order) | programs.keys() - {c.name for c in plan.clusters}
+    if unknown:
         raise ValueError(f"{min(unknown)} is not in the graph")

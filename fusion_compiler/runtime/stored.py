@@ -5,6 +5,7 @@ Triton's caches.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -12,19 +13,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from fusion_compiler.runtime.builds import checksum, is_entry
-from fusion_compiler.support.store import (
-    GRAPH,
-    KERNEL,
-    KINDS,
-    UNFINISHED,
-    Kind,
-    Store,
-    read_plain,
-    read_record,
-)
+from fusion_compiler.support.store import GRAPH, KERNEL, KINDS, Kind, Store, read_plain, read_record
 
 BINARIES = (".cubin", ".hsaco")
 GRAPH_FOLDER = re.compile(r"a[0-9a-f]{64}")  # PyTorch's prefix and a digest of ours: its own are shorter
@@ -49,86 +42,60 @@ class Entry:
     path: Path
 
 
-def folders(store: Store) -> dict[Kind, Path | None]:
-    """Return the folder of each kind's entries, or None for a cache of PyTorch or Triton if that is not
-    installed."""
-    others = {GRAPH: graph_folder(), KERNEL: kernel_folder()}
-    return {kind: others[kind] if kind in others else store.folder(kind) for kind in KINDS}
-
-
-def entries_of(store: Store) -> list[Entry]:
-    """Return all entries, by kind and name. Those that are not whole come last."""
-    others = [*graph_entries(graph_folder()), *kernel_entries(kernel_folder())]
-    return [*record_entries(store), *others]
-
-
-def record_entries(store: Store) -> list[Entry]:
-    """Return the records of a store, by kind and name. Records of a kind that are not whole come last."""
-    return [entry for kind in KINDS if kind.cache == "ours" for entry in _ordered(_records(store, kind))]
-
-
-def _ordered(entries: Iterable[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda e: (bool(e.problem), e.name, e.age))
-
-
-def _records(store: Store, kind: Kind) -> Iterator[Entry]:
-    for file in store.files(kind):
-        with contextlib.suppress(OSError):
-            stat = file.stat()
-            record: dict[str, Any] = read_record(file) or {}
-            about, value = record.get("about", {}), record.get("value")
-            name = str(value.get("cluster", "a graph")) if isinstance(value, dict) else file.stem[:12]
-            problem = "" if record else "not a whole record"
-            shown = about.get("device", ""), about.get("versions", "")
-            yield Entry(kind.name, name, *shown, time.time() - stat.st_mtime, stat.st_size, problem, file)
-
-
-def graph_folder() -> Path | None:
-    """Return the folder where PyTorch keeps autograd's graphs, those of torch.compile too, or None if it is
-    not installed."""
-    if (folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is None:
-        try:
-            from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-        except ImportError:
-            return None
-        folder = default_cache_dir()
-    return Path(folder) / "aotautograd"
-
-
-def graph_entries(folder: Path | None) -> list[Entry]:
-    """Return autograd's graphs that were kept for this compiler: digests of the store name their folders."""
-    entries: list[Entry] = []
-    for file in folder.glob("*/*") if folder is not None else ():
-        if GRAPH_FOLDER.fullmatch(file.parent.name) and not file.parent.is_symlink():
-            with contextlib.suppress(OSError):
-                stat = file.lstat()
-                age = time.time() - stat.st_mtime
-                name = file.parent.name[:12]
-                entries.append(Entry(GRAPH.name, name, "", "", age, stat.st_size, "", file))
-    return _ordered(entries)
-
-
-def kernel_folder() -> Path | None:
-    """Return the folder where Triton keeps kernels, those of other programs too, or None if Triton is not
-    installed."""
+def folder_of(kind: Kind, store: Store) -> Path | None:
+    """Return where the entries of a kind lie, or None if that is a cache of what is not installed."""
     try:
-        from triton import knobs
+        if kind is GRAPH:
+            from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+            return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()) / "aotautograd"
+        if kind is KERNEL:
+            from triton import knobs
+
+            return Path(knobs.cache.dir)
     except ImportError:
         return None
-    return Path(knobs.cache.dir)
+    return store.folder(kind)
 
 
-def kernel_entries(folder: Path | None) -> list[Entry]:
-    """Return the kernels that this compiler built: folders named as Triton names them, with its checksum
-    inside."""
-    seals = sorted(folder.glob("*/*.sha256")) if folder is not None else []
-    seals = [seal for seal in seals if is_entry(seal.parent)]
-    return _ordered(entry for seal in seals for entry in _kernel(seal))
+def entries_of(kind: Kind, store: Store) -> list[Entry]:
+    """Return the entries of a kind by name, without other programs'. Those that are not whole come last."""
+    folder = folder_of(kind, store)
+    if kind.cache == "ours":
+        entries = (_record(kind, file) for file in store.files(kind))
+    elif kind is GRAPH:
+        entries = (_graph(file) for file in (folder.glob("*/*") if folder is not None else ()))
+    else:
+        entries = (_kernel(seal) for seal in (folder.glob("*/*.sha256") if folder is not None else ()))
+    return sorted(itertools.chain(*entries), key=lambda e: (bool(e.problem), e.name, e.age))
+
+
+def _record(kind: Kind, file: Path) -> Iterator[Entry]:
+    with contextlib.suppress(OSError):  # it is being removed
+        stat = file.stat()
+        record: dict[str, Any] = read_record(file) or {}
+        about, value = record.get("about", {}), record.get("value")
+        name = str(value.get("cluster", "a graph")) if isinstance(value, dict) else file.stem[:12]
+        problem = "" if record else "not a whole record"
+        shown = about.get("device", ""), about.get("versions", "")
+        yield Entry(kind.name, name, *shown, time.time() - stat.st_mtime, stat.st_size, problem, file)
+
+
+def _graph(file: Path) -> Iterator[Entry]:
+    """Yield a file if its folder has a key of the store's as its name, and is no link to another folder."""
+    with contextlib.suppress(OSError):  # it is being removed
+        stat, folder = file.lstat(), file.parent
+        if GRAPH_FOLDER.fullmatch(folder.name) and S_ISREG(stat.st_mode) and not folder.is_symlink():
+            age = time.time() - stat.st_mtime
+            yield Entry(GRAPH.name, folder.name[:12], "", "", age, stat.st_size, "", file)
 
 
 def _kernel(seal: Path) -> Iterator[Entry]:
+    """Yield a kernel that this compiler built: its folder is named as Triton names them, with a checksum."""
+    folder, metadata = seal.parent, seal.with_suffix(".json")
+    if not is_entry(folder):
+        return
     with contextlib.suppress(OSError):  # it is being removed
-        folder, metadata = seal.parent, seal.with_suffix(".json")
         size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
         age = time.time() - seal.stat().st_mtime
         device, versions, problem = "", "", ""
@@ -153,19 +120,17 @@ def clear(entries: Iterable[Entry], store: Store) -> tuple[int, int]:
         with contextlib.suppress(OSError):
             _remove(entry)
             gone, freed = gone + 1, freed + entry.bytes
-    for file in (file for kind in KINDS for file in store.files(kind, UNFINISHED)):
-        with contextlib.suppress(OSError):
-            file.unlink()
+    for kind in KINDS:
+        store.remove_unfinished(kind, age=0.0)
     return gone, freed
 
 
 def _remove(entry: Entry) -> None:
-    """Remove the files of one entry, and its folder if that is in another cache and holds no more."""
+    """Remove the files of one entry, and their folder if that is in another cache and holds no more."""
+    files, folder = [entry.path], entry.path.parent
     if entry.sort == KERNEL.name:
-        names = (f"{entry.name}.", f"__grp__{entry.name}.")
-        files, folder = [f for f in entry.path.iterdir() if f.name.startswith(names)], entry.path
-    else:
-        files, folder = [entry.path], entry.path.parent
+        names, folder = (f"{entry.name}.", f"__grp__{entry.name}."), entry.path
+        files = [file for file in folder.iterdir() if file.name.startswith(names)]
     for file in files:
         file.unlink()
     if entry.sort in (GRAPH.name, KERNEL.name):

@@ -55,14 +55,15 @@ class Key:
 class Kind:
     """A kind is one sort of entry.
 
-    version: it changes with the form of the entries. holds: a sentence for listings. inputs: names of all
-    that an entry depends on. cache: whose cache has the entries: "ours" (a `Store`), "pytorch" or "triton".
+    version: it changes with the form of the entries. inputs: names of all that an entry depends on. holds: a
+    sentence for listings. cache: whose cache has the entries: "ours" (a `Store`), "pytorch", or "triton",
+    which makes its keys itself.
     """
 
     name: str
     version: int
-    holds: str
     inputs: tuple[str, ...]
+    holds: str
     cache: str = "ours"
 
     @property
@@ -86,40 +87,28 @@ class Kind:
 
 
 TUNING = Kind(
-    "tuning",
-    2,
+    "tuning", 2, ("versions", "device", "kernels"),
     "A tuning entry says which schedule of a kernel was fastest on a GPU, alone and within a graph.",
-    ("versions", "device", "kernels"),
-)
+)  # fmt: skip
 PLAN = Kind(
-    "plan",
-    1,
-    "A plan entry holds what was decided about one graph, and the source text of its kernels.",
-    (
-        *("source", "versions", "device", "backend", "options", "patterns"),
-        *("graph", "phase", "operators", "origins", "forward_operators"),
+    "plan", 1, (
+        "source", "versions", "device", "backend", "options", "patterns", "graph", "phase", "operators",
+        "origins", "forward_operators",
     ),
-)
+    "A plan entry holds what was decided about one graph, and the source text of its kernels.",
+)  # fmt: skip
 REWRITE = Kind(
-    "rewrite",
-    1,
+    "rewrite", 1, ("source", "versions", "options", "patterns", "state", "arguments", "graph"),
     "A rewrite entry names what autograd keeps for a graph of TorchDynamo's, with the rewrites' notes.",
-    ("source", "versions", "options", "patterns", "state", "arguments", "graph"),
-)
+)  # fmt: skip
 GRAPH = Kind(
-    "graph",
-    1,
-    "A graph entry holds the forward and backward graphs that autograd made, in PyTorch's cache.",
-    ("source", "versions", "options", "state", "arguments", "marks", "graph"),
-    cache="pytorch",
-)
+    "graph", 1, ("source", "versions", "options", "state", "arguments", "marks", "graph"),
+    "A graph entry holds the forward and backward graphs that autograd made, in PyTorch's cache.", "pytorch",
+)  # fmt: skip
 KERNEL = Kind(
-    "kernel",
-    1,
-    "A kernel entry holds the machine code of one of this compiler's kernels, in Triton's cache, by its key.",
-    (),
-    cache="triton",
-)
+    "kernel", 1, (),
+    "A kernel entry holds the machine code of a kernel of this compiler's, in Triton's cache.", "triton",
+)  # fmt: skip
 KINDS = (TUNING, PLAN, REWRITE, GRAPH, KERNEL)
 
 
@@ -241,10 +230,11 @@ class Store:
             raise
         if self._writes[key.kind] % WRITES_PER_CHECK == 0:
             self._evict(key.kind)
+            self.remove_unfinished(key.kind)
         self._writes[key.kind] += 1
 
     def _evict(self, kind: Kind) -> None:
-        """Remove the records not used for longest, and what killed writers left."""
+        """Remove the records not used for longest."""
         stats: list[tuple[float, int, Path]] = []
         for file in self.files(kind):
             with contextlib.suppress(OSError):  # it vanishes meanwhile
@@ -258,9 +248,12 @@ class Store:
             with contextlib.suppress(OSError):
                 file.unlink()
                 total -= size
+
+    def remove_unfinished(self, kind: Kind, age: float = ABANDONED_SECONDS) -> None:
+        """Remove what killed writers left at least `age` seconds ago."""
         for file in self.files(kind, UNFINISHED):
             with contextlib.suppress(OSError):
-                if time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
+                if time.time() - file.stat().st_mtime >= age:
                     file.unlink()
 
     def _give_up(self, error: OSError) -> None:

@@ -21,7 +21,7 @@ from fusion_compiler.cli import commands
 from fusion_compiler.cli.commands import DONE, EXIT_CODES, FAILED, USAGE, main
 from fusion_compiler.report import explanation
 from fusion_compiler.runtime.loading import brief, load, user_line
-from fusion_compiler.runtime.stored import graph_entries, kernel_entries, record_entries
+from fusion_compiler.runtime.stored import entries_of, folder_of
 from fusion_compiler.support.store import KINDS, PLAN, REWRITE, TUNING, Store, versions
 from tests import ROOT
 from tests.runtime.test_target import fresh_build
@@ -392,8 +392,9 @@ def test_clear_removes_from_the_store_and_from_other_caches_only_if_they_are_nam
     before, by_kind = contents(kernels.parent), sums(run)
 
     code, out, _ = run("cache", "clear", "--dry-run")
-    assert code == DONE and [line.split(" from ")[1] for line in out.splitlines()] == folders
-    assert out.startswith("would remove") and contents(kernels.parent) == before
+    first, *lines = out.splitlines()
+    assert code == DONE and first == "would remove" and [line.split()[-1] for line in lines] == folders
+    assert contents(kernels.parent) == before
     data = json.loads(run("cache", "clear", "--dry-run", "--json", "-")[1])
     assert data == {"removed": 2, "bytes": by_kind["tuning"]["bytes"], "folders": folders, "dry_run": True}
 
@@ -402,7 +403,7 @@ def test_clear_removes_from_the_store_and_from_other_caches_only_if_they_are_nam
     assert contents(kernels.parent) == foreign
 
     code, out, _ = run("cache", "clear", "--also", "pytorch")
-    assert out.splitlines()[-1].endswith(f"from {graphs / 'aotautograd'}") and "would" not in out
+    assert out.splitlines()[-1].endswith(str(graphs / "aotautograd")) and "would" not in out
     assert [p.parent.name for p in contents(graphs)] == ["atheirs"]
     assert {p for p in foreign if p.is_relative_to(kernels)} == contents(kernels).keys()
 
@@ -414,10 +415,15 @@ def test_clear_removes_from_the_store_and_from_other_caches_only_if_they_are_nam
     assert run("cache", "clear", "--also", "everything")[0] == USAGE
 
 
-def test_a_cache_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert record_entries(Store(tmp_path / "nowhere")) == []
-    assert kernel_entries(tmp_path / "nowhere") == kernel_entries(None) == []
-    assert graph_entries(tmp_path / "nowhere") == graph_entries(None) == []
+def test_a_cache_that_is_not_there_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path / "nowhere"))
+    store = Store(tmp_path / "nowhere")
+    assert not any(entries_of(kind, store) for kind in KINDS)
+    for module in ("torch._inductor.runtime.cache_dir_utils", "triton"):
+        monkeypatch.setitem(sys.modules, module, None)  # neither is installed
+    assert not any(entries_of(kind, store) for kind in KINDS)
+    assert [folder_of(kind, store) is None for kind in KINDS] == [k.cache != "ours" for k in KINDS]
 
 
 def test_a_reader_that_has_enough_is_no_failure(kept: tuple[Store, Path]) -> None:

@@ -102,6 +102,10 @@ def unbound() -> Callable[[Any], Any]:
     return inner
 
 
+endless: list[Any] = []
+endless.append(endless)
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -117,6 +121,7 @@ def unbound() -> Callable[[Any], Any]:
         (adding([].append), "builtin_function"),
         (changes, "changes the global SCALE"),
         (unbound(), "no value yet"),
+        (adding(endless), "holds itself"),
     ],
 )
 def test_what_another_process_may_have_otherwise_has_no_text(function: Any, reason: str) -> None:

@@ -22,7 +22,7 @@ import fusion_compiler
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.options import Options
-from fusion_compiler.runtime.stored import clear, record_entries
+from fusion_compiler.runtime.stored import clear, entries_of
 from fusion_compiler.support import store as store_module
 from fusion_compiler.support.store import KINDS, PLAN, TUNING, Key, Kind, Store, default_path, read_record
 
@@ -77,11 +77,11 @@ def records(store: Store) -> dict[str, object]:
 
 
 def size(store: Store) -> int:
-    return sum(entry.bytes for entry in record_entries(store))
+    return sum(entry.bytes for entry in entries_of(TUNING, store))
 
 
 def remove_all(store: Store) -> None:
-    clear(record_entries(store), store)
+    clear(entries_of(TUNING, store), store)
 
 
 def record_file(path: Path) -> Path:
