@@ -107,6 +107,9 @@ def _graph(phase: str, layers: int, measured: bool, tail: str) -> Json:
         "ops": [_op("seed", "seed", "seed", [], None)],
         "units": [_unit(Part("seed", "eager", "", "rand", ""), "seed", ["seed"], [], "", measured, tail)],
         "edges": [],
+        "decisions": [
+            {"rule": "masks", "subject": "", "outcome": "noted", "reason": "none found", "us": None}
+        ],
         "notes": {"masks": "none found"},
     }
     before = "x"  # an input of the graph: no op makes it

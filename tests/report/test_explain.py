@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fusion_compiler as fc
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
+from fusion_compiler.compiler import planning
 from fusion_compiler.errors import ArgumentMismatchError, NotCallableError, UnsupportedDeviceError
 from fusion_compiler.report import explanation
 from tests import models
@@ -338,3 +339,34 @@ def test_arguments_that_do_not_fit() -> None:
         fc.explain(torch.ones(3))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedDeviceError):
         fc.explain(model, torch.randn(2, 4), device="h2000")
+
+
+def test_a_compiled_object_answers_from_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module and a function: nothing is captured or planned for it once more."""
+
+    class Wave(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sin() + 1) * x
+
+    for model in (Wave(), lambda x: (x.sin() + 1) * x):
+        torch._dynamo.reset()
+        fast = fc.compile(model, backend="eager", device="h200")
+        assert "no graph" in str(fast.plan) and not fast.report().plans
+        fast(torch.randn(7, 40))
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "plan_clusters", None)
+            report = fast.report()
+            (answer,) = fast.why("sin", "mul")
+        assert report.plans == tuple(fast.plan) and answer.fused
+        assert "inference" in answer.graph and [*report.kernels.values()]
+
+
+def test_a_model_keeps_a_method_of_its_own_by_such_a_name() -> None:
+    class Reporter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+        def report(self) -> str:
+            return "its own"
+
+    assert fc.compile(Reporter(), backend="eager").report() == "its own"
