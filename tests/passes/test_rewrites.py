@@ -24,7 +24,7 @@ from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
 from fusion_compiler.passes.rewrites.grouped_query import group_queries
 from fusion_compiler.passes.rewrites.predicate import Bounds, Every, Formula, Le0, every, negation, some
-from fusion_compiler.passes.rewrites.vocabulary import pad_features
+from fusion_compiler.passes.rewrites.vocabulary import PADDED_FEATURES
 from fusion_compiler.pipeline import passes_at
 from tests import models
 
@@ -354,7 +354,7 @@ def test_grouped_queries_are_refused() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_vocabularies_are_aligned(bias: bool) -> None:
     shapes = ((2, 160, 32), (5001, 32), (5001,))[: 3 if bias else 2]
-    new, (note,) = pad_features(traced_on_cuda(F.linear, *on_cuda(*shapes)))
+    new, (note,) = PADDED_FEATURES.apply(traced_on_cuda(F.linear, *on_cuda(*shapes)))
     assert note.reason == "5001 output features padded to 5056"
     product = new.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
     assert tuple(product.meta["val"].shape) == (2, 160, 5056)
@@ -381,7 +381,7 @@ def test_vocabularies_are_aligned(bias: bool) -> None:
 )
 def test_what_is_not_padded(rows: int, features: int, dtype: torch.dtype, reason: str | None) -> None:
     gm = traced_on_cuda(F.linear, *on_cuda((rows, 32), (features, 32), dtype=dtype))
-    new, notes = pad_features(gm)
+    new, notes = PADDED_FEATURES.apply(gm)
     assert new is gm
     assert [reason] == [n.reason[: len(reason)] for n in notes] if reason else notes == ()
 

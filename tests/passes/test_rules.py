@@ -17,16 +17,17 @@ from fusion_compiler.patterns import Rewrite
 from fusion_compiler.pipeline import PASSES
 
 aten = torch.ops.aten
-RULES = [(each.name, rule) for each in PASSES if isinstance(each.apply, Rules) for rule in each.apply.rules]
+PAIRS = [(each.name, each.apply) for each in PASSES if isinstance(each.apply, Rules)]
 
 
 def examples() -> Iterator[Any]:
-    for name, each in RULES:
-        for i, example in enumerate(each.examples):
-            yield pytest.param(each, example, id=f"{name}, {each.name}, {i}")
+    for name, rules in PAIRS:
+        for i, each in enumerate(rules.rules):
+            for j, example in enumerate(each.examples):
+                yield pytest.param(each, example, not rules.inference, id=f"{name}, rule {i}, example {j}")
 
 
-def as_users(rule: Rule, example: tuple[Any, ...]) -> Rewrite:
+def as_users(rule: Rule, example: tuple[Any, ...], trains: bool = True) -> Rewrite:
     """Return the rule for tensors like those of an example, where it says that the two are equal.
 
     The engine copies a result in eager's order where its strides would be seen, and so does this.
@@ -41,21 +42,23 @@ def as_users(rule: Rule, example: tuple[Any, ...]) -> Rewrite:
 
     def before(*tensors: Tensor) -> Tensor:
         arguments = filled(tuple(t.clone() for t in tensors))  # which the code may write
-        result = rule.code(*arguments)
+        with torch.set_grad_enabled(trains):
+            result = rule.code(*arguments)
         if rule.where is not None and rule.where(result, *filled(tensors)) is not True:
             raise ValueError("the rule is not for such arguments")
         return result
 
     def after(*tensors: Tensor) -> Tensor:
-        result = rule.after(*filled(tensors))
+        with torch.set_grad_enabled(trains):
+            result = rule.after(*filled(tensors))
         return result.contiguous() if before(*tensors).is_contiguous() else result
 
     return fc.rewrite(before, after, *(example[i] for i in places), name="rule")
 
 
-@pytest.mark.parametrize(("rule", "example"), [*examples()])
-def test_both_sides_are_equal(rule: Rule, example: tuple[Any, ...]) -> None:
-    check_equal(as_users(rule, example))
+@pytest.mark.parametrize(("rule", "example", "trains"), [*examples()])
+def test_both_sides_are_equal(rule: Rule, example: tuple[Any, ...], trains: bool) -> None:
+    check_equal(as_users(rule, example, trains))
 
 
 def test_a_wrong_rule_is_found() -> None:

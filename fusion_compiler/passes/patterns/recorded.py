@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import emit
 from fusion_compiler.ir.dag import Op, OpDag, argument_of, metas_of
@@ -55,6 +56,13 @@ class Recorded:
         first = next(leaf for leaf in leaves if isinstance(leaf, Recorded))
         args, kwargs = pytree.tree_map_only(Recorded, lambda each: each.node, (args, kwargs or {}))
         return first.call(func, *args, **kwargs)
+
+
+def recomputed(value: Any) -> Any:
+    """Return a value, which backward had better compute again than have saved."""
+    if isinstance(value, Recorded):
+        value.node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return value
 
 
 @functools.cache
