@@ -22,7 +22,7 @@ from fusion_compiler.ir.layout import VIEWS
 from fusion_compiler.ir.rewrite_note import Level, RewriteNote
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
-from fusion_compiler.passes.rewrites.grouped_query import group_queries
+from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.predicate import Bounds, Every, Formula, Le0, every, negation, some
 from fusion_compiler.passes.rewrites.vocabulary import PADDED_FEATURES
 from fusion_compiler.pipeline import passes_at
@@ -289,7 +289,7 @@ def test_grouped_queries(repeat: Callable[[torch.Tensor, int], torch.Tensor]) ->
         return F.scaled_dot_product_attention(q, repeat(k, 3), repeat(v, 3), is_causal=True, scale=0.3)
 
     shapes = (2, 6, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)
-    new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
+    new, (note,) = GROUPED_QUERIES.apply(traced_on_cuda(attention, *on_cuda(*shapes)))
     assert note.applied and targets(new) == [SDPA]
     args = [torch.randn(s, dtype=torch.float64) for s in shapes]
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
@@ -302,7 +302,7 @@ def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ..
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(v, 3), attn_mask=allowed)
 
     shapes = (2, 6, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8), mask
-    new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
+    new, (note,) = GROUPED_QUERIES.apply(traced_on_cuda(attention, *on_cuda(*shapes)))
     assert note.applied
     assert [t for t in targets(new) if t not in VIEWS] == [SDPA]
     for kind in (torch.bool, torch.float64):
@@ -317,14 +317,14 @@ def test_a_mask_that_tells_heads_apart_keeps_them_repeated() -> None:
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(k, 3), attn_mask=allowed)
 
     gm = traced_on_cuda(attention, *on_cuda((2, 6, 1, 8), (2, 2, 16, 8), (1, 6, 1, 16)))
-    new, (note,) = group_queries(gm)
+    new, (note,) = GROUPED_QUERIES.apply(gm)
     assert new is gm and "a mask" in note.reason
 
 
 def test_grouped_queries_are_refused() -> None:
     def reason(function: Callable[..., Any], *fakes: torch.Tensor) -> str:
         gm = traced_on_cuda(function, *fakes)
-        new, (note,) = group_queries(gm)
+        new, (note,) = GROUPED_QUERIES.apply(gm)
         assert new is gm and not note.applied
         return note.reason
 
@@ -345,7 +345,7 @@ def test_grouped_queries_are_refused() -> None:
         tiled = k.unsqueeze(1).expand(2, 3, 2, 16, 8).reshape(2, 6, 16, 8)
         return F.scaled_dot_product_attention(q, tiled, tiled)
 
-    assert group_queries(traced_on_cuda(other_order, *on_cuda(*shapes)))[1] == ()
+    assert GROUPED_QUERIES.apply(traced_on_cuda(other_order, *on_cuda(*shapes)))[1] == ()
 
 
 # Aligned features

@@ -42,8 +42,9 @@ Nodes = dict[fx.Node, fx.Node]  # those of a copy, by those of the original
 class Site:
     """A place in a graph that a rewrite looked at.
 
-    rule, node: as in a RewriteNote. edit: changes the copy of the graph and returns what it did, or raises
-    Refused and leaves the copy as it was; a string is the reason why nothing is to be done.
+    rule, node: as in a RewriteNote. edit: changes the copy of the graph and returns what it did, "" if no
+        note is to say so, or raises Refused and leaves the copy as it was; a string is the reason why nothing
+        is to be done.
     """
 
     rule: str
@@ -59,43 +60,46 @@ def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, N
     notes: list[RewriteNote] = []
     for site in sites:
         try:
-            done = site.edit if isinstance(site.edit, str) else site.edit(nodes)
-            notes.append(RewriteNote(site.rule, site.node, not isinstance(site.edit, str), done))
+            applied, text = (False, site.edit) if isinstance(site.edit, str) else (True, site.edit(nodes))
         except Refused as refused:
-            notes.append(RewriteNote(site.rule, site.node, False, str(refused)))
-    if not any(note.applied for note in notes):
-        return gm, tuple(notes)
-    new.recompile()
-    return new, tuple(notes)
+            applied, text = False, str(refused)
+        notes.append(RewriteNote(site.rule, site.node, applied, text))
+    is_changed = any(note.applied for note in notes)
+    if is_changed:
+        new.recompile()
+    return new if is_changed else gm, tuple(note for note in notes if note.reason)
 
 
 @dataclass(frozen=True)
 class Replacement:
     """A replacement of one node.
 
-    make: called with {node: its copy} at the place of the copy; emits what is to replace it and returns that.
-    note: what is done. ops: other nodes that are not needed any more, in-place ones too.
+    make: called with {node: its copy} at the place of the copy; emits what is to replace it and returns that,
+        or changes the copy and returns it. Raises Refused. note: what is done. ops: other nodes that are not
+        needed any more, in-place ones too. of: the node that is replaced, if not the one that was looked at.
     """
 
     make: Callable[[Nodes], fx.Node]
     note: str
     ops: tuple[fx.Node, ...] = ()
+    of: fx.Node | None = None
 
-    def replace(self, root: fx.Node, nodes: Nodes) -> str:
-        """Put the result in the place of `root`. Raises Refused."""
+    def replace(self, looked_at: fx.Node, nodes: Nodes) -> str:
+        """Put the result in its place. Raises Refused."""
+        root = looked_at if self.of is None else self.of
         node = nodes[root]
         before = node.prev
         with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
             result = self.make(nodes)
-            lies_otherwise = _layout(result) != _layout(node)
-            if lies_otherwise and not node.meta["val"].is_contiguous():
-                while node.prev is not before:
-                    node.graph.erase_node(node.prev)
-                raise Refused("its result lies in another order")
+            if result is node:
+                return self.note
         node.replace_all_uses_with(result)
+        if _layout(result) != _layout(node) and not _lay_out(result, node.meta["val"]):
+            result.replace_all_uses_with(node)
+            while node.prev is not before:
+                node.graph.erase_node(node.prev)
+            raise Refused("its result lies in another order")
         nodes[root] = result
-        if lies_otherwise:
-            _lay_out(result, node.meta["val"])
         _erase(node, {nodes[op] for op in self.ops})
         return self.note
 
@@ -105,21 +109,26 @@ def _layout(node: fx.Node) -> Any:
     return [[t for n, t in zip(m.shape, m.stride, strict=True) if n != 1] for m in metas_of(node.meta["val"])]
 
 
-def _lay_out(result: fx.Node, like: torch.Tensor) -> None:
-    """Let the readers of a result take it as it lies; copy it in eager's order where they would see that."""
+def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
+    """Let the readers of a new node take it as it lies; copy it in eager's order, that of `like`, where they
+    would see that. False if that is not contiguous."""
     lying, result.meta["val"] = result.meta["val"], like
     try:
         trace_strides(result, refuse_strides)
     except (Refused, RuntimeError, ValueError):
         result.meta["val"] = lying
+        if not like.is_contiguous():
+            return False
         with result.graph.inserting_after(result):
             ordered = emit(result, aten.contiguous.default, result)
         result.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+    return True
 
 
 def _erase(node: fx.Node, ops: Iterable[fx.Node]) -> None:
     """Erase a node, and what nothing but it has read: pure calls, and any of `ops`."""
-    pending, ops, erased = [*node.all_input_nodes], {*ops}, {node}
+    ops, erased = {*ops}, {node}
+    pending = [*node.all_input_nodes, *ops]
     node.graph.erase_node(node)
     while pending:
         read = pending.pop()
@@ -127,6 +136,12 @@ def _erase(node: fx.Node, ops: Iterable[fx.Node]) -> None:
             pending += read.all_input_nodes
             erased.add(read)
             read.graph.erase_node(read)
+            if read.op == "get_attr" and not read.graph.find_nodes(op="get_attr", target=read.target):
+                delattr(read.graph.owning_module, str(read.target))
+
+
+Verdict = Replacement | str | None
+_ONE = (Replacement, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -134,12 +149,12 @@ class Replacements:
     """A rewrite of single nodes.
 
     look: called with a node that calls one of `targets`, and all nodes that are written in place. Returns its
-        replacement, the reason why it is left, or None if the rewrite is not about such a node.
+        replacement, the reason why it is left, or several of them; None if the rewrite is not about it.
     """
 
     name: str
     targets: tuple[Any, ...]
-    look: Callable[[fx.Node, set[fx.Node]], Replacement | str | None]
+    look: Callable[[fx.Node, set[fx.Node]], Verdict | Sequence[Replacement | str]]
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
         found = [gm.graph.find_nodes(op="call_function", target=t) for t in self.targets]
@@ -147,10 +162,12 @@ class Replacements:
         if not roots:
             return gm, ()
         written = mutated_nodes(gm.graph.nodes)
-        return edited(gm, [s for n in roots if (s := _site(self.name, n, self.look(n, written)))])
+        verdicts = ((node, self.look(node, written)) for node in roots)
+        each = ((n, v) for n, vs in verdicts for v in ([vs] if isinstance(vs, _ONE) else vs))
+        return edited(gm, [site for n, v in each if (site := _site(self.name, n, v))])
 
 
-def _site(name: str, root: fx.Node, verdict: Replacement | str | None) -> Site | None:
+def _site(name: str, root: fx.Node, verdict: Verdict) -> Site | None:
     if isinstance(verdict, Replacement):
         return Site(name, root.name, lambda nodes: verdict.replace(root, nodes))
     return None if verdict is None else Site(name, root.name, verdict)
