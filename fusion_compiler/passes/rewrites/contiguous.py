@@ -10,13 +10,15 @@ which the kernel that computes y stores it.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import copied
 from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.rewrite_note import Notes, Pass, RewriteNote
+from fusion_compiler.ir.rewrite_note import Notes, Pass
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
 _aten = torch.ops.aten
 RULE = "contiguous activations"
@@ -26,18 +28,16 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
     found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
-    notes = tuple(RewriteNote(RULE, n.name, True, f"strides {tuple(n.meta['val'].stride())}") for n in found)
-    if not found:
-        return gm, ()
-    new, nodes = copied(gm)
-    for old in found:
-        node = nodes[old]
-        with new.graph.inserting_after(node):
-            ordered = new.graph.call_function(_aten.contiguous.default, (node,))
-        ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
-        node.replace_all_uses_with(ordered, delete_user_cb=lambda user, own=ordered: user is not own)
-    new.recompile()
-    return new, notes
+    return edited(gm, [Site(RULE, node.name, functools.partial(_store_by_rows, node)) for node in found])
+
+
+def _store_by_rows(stored: fx.Node, nodes: Nodes) -> str:
+    node = nodes[stored]
+    with node.graph.inserting_after(node):
+        ordered = node.graph.call_function(_aten.contiguous.default, (node,))
+    ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    node.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+    return f"strides {tuple(node.meta['val'].stride())}"
 
 
 def _starts_stream(node: fx.Node) -> bool:
