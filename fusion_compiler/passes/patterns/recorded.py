@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,10 @@ import networkx as nx
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import emit
-from fusion_compiler.ir.dag import Op, OpDag, argument_of, metas_of
+from fusion_compiler.ir.dag import Op, OpDag, TensorMeta, argument_of
 from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.pattern_text import parameter_names
 from fusion_compiler.passes.patterns.trace import Traced
@@ -52,10 +51,16 @@ class Recorded:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Recorded:
-        leaves = pytree.tree_leaves((args, kwargs))
-        first = next(leaf for leaf in leaves if isinstance(leaf, Recorded))
-        args, kwargs = pytree.tree_map_only(Recorded, lambda each: each.node, (args, kwargs or {}))
-        return first.call(func, *args, **kwargs)
+        operands: list[Recorded] = []
+
+        def node(value: Any) -> Any:
+            if isinstance(value, Recorded):
+                operands.append(value)
+                return value.node
+            return [*map(node, value)] if isinstance(value, list | tuple) else value
+
+        args, kwargs = node(args), {key: node(value) for key, value in (kwargs or {}).items()}
+        return operands[0].call(func, *args, **kwargs)
 
 
 def recomputed(value: Any) -> Any:
@@ -81,22 +86,21 @@ def recorded(pattern: Pattern) -> Traced:
     return Traced(pattern.name, pattern, dag, tensors, {}, saved=False, recorded=True)
 
 
-def occurs(traced: Traced, graph: fx.Graph) -> bool:
-    """True if a graph has each of the operators of a recorded pattern."""
+def roots_of(traced: Traced, graph: fx.Graph) -> list[fx.Node]:
+    """Return the calls of the operator with which a recorded pattern ends; none if it cannot occur."""
     targets = (op.target for op in traced.indexed.op.values() if op.target != "placeholder")
-    return all(graph.find_nodes(op="call_function", target=t, sort=False) for t in targets)  # type: ignore[arg-type]
+    if not all(graph.find_nodes(op="call_function", target=t, sort=False) for t in targets):  # type: ignore[arg-type]
+        return []
+    target: Any = traced.dag.op(traced.root).target
+    return graph.find_nodes(op="call_function", target=target, sort=False)
 
 
-def region(gm: fx.GraphModule, patterns: Iterable[Traced]) -> OpDag:
-    """Return the ops of `gm` that recorded patterns may match, with what these read, and without costs."""
-    roots: dict[Any, int] = {}
-    for traced in patterns:
-        target = traced.dag.op(traced.root).target
-        roots[target] = max(roots.get(target, 0), traced.depth)
+def region(gm: fx.GraphModule, roots: Mapping[fx.Node, int]) -> OpDag:
+    """Return what lies behind some nodes, each at most so many ops before it, without costs."""
     inside: set[fx.Node] = set()
     edge: set[fx.Node] = set()
-    for target, depth in roots.items():
-        reached = {*gm.graph.find_nodes(op="call_function", target=target, sort=False)}
+    for root, depth in roots.items():
+        reached = {root}
         for _ in range(depth):
             inside |= reached
             reached = {n for node in reached for n in node.all_input_nodes}
@@ -105,17 +109,22 @@ def region(gm: fx.GraphModule, patterns: Iterable[Traced]) -> OpDag:
 
 
 def _dag(gm: fx.GraphModule, nodes: Iterable[fx.Node], inside: Iterable[fx.Node]) -> OpDag:
-    """Return a DAG of some nodes. inside: those whose operands are among them."""
+    """Return a DAG of some nodes. inside: those whose operands are among them; others are its inputs.
+
+    Of shapes it only has ranks: recorded patterns compare no sizes.
+    """
     graph: nx.DiGraph[str] = nx.DiGraph()
     complete, inputs = {*inside}, list[str]()
     for node in nodes:
-        reads = tuple(n.name for n in node.all_input_nodes) if node in complete else ()
-        is_input = node.op in ("placeholder", "get_attr")
+        is_input = node not in complete or node.op in ("placeholder", "get_attr")
         inputs += [node.name] if is_input else []
-        args = tuple(map(argument_of, node.args)) if node in complete else ()
-        kwargs = tuple((k, argument_of(v)) for k, v in node.kwargs.items()) if node in complete else ()
-        target = node.op if is_input else node.target
-        metas = metas_of(node.meta.get("val"))
+        reads = () if is_input else tuple(n.name for n in node.all_input_nodes)
+        args = () if is_input else tuple(map(argument_of, node.args))
+        kwargs = () if is_input else tuple((k, argument_of(v)) for k, v in node.kwargs.items())
+        target = "placeholder" if is_input else node.target
+        value = node.meta.get("val")
+        tensors = (value,) if isinstance(value, torch.Tensor) else ()
+        metas = tuple(TensorMeta((0,) * t.dim(), (), t.dtype, t.device.type) for t in tensors)
         op = Op(node.name, target, Kind.OPAQUE, reads, metas, args, kwargs, flops=0, bytes=0, source=None)
         graph.add_node(node.name, op=op)
         graph.add_edges_from((name, node.name) for name in reads)

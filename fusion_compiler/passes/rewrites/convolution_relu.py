@@ -24,12 +24,17 @@ aten = torch.ops.aten
 RULE = "convolution and ReLU"
 
 
+def _is_16_bits(result: torch.Tensor) -> bool:
+    return has_tensor_units(result)
+
+
 def _alone(relu: Callable[..., Any]) -> Rule:
     return rule(
         lambda x, w, b, s, p, d: relu(aten.conv2d.default(x, w, b, s, p, d)),
         lambda x, w, b, s, p, d: convolution_relu(x, w, b, None, s, p, d),
         (torch.ones(2, 3, 8, 6), torch.ones(4, 3, 3, 2), torch.ones(4), [2, 1], [1, 0], [1, 2]),
         pays=lambda result, x, w, *others: _is_one_kernel(x, w),
+        considers=_is_16_bits,
         note="one call",
     )
 
@@ -41,6 +46,7 @@ def _sum(relu: Callable[..., Any], add: Callable[..., Any]) -> Rule:
         (torch.ones(2, 3, 5, 7), torch.ones(4, 3, 1, 1), None, torch.ones(2, 4, 5, 7), [1], [0], [1]),
         where=lambda result, x, w, b, z, *sizes: _form(z) == _form(result),
         pays=lambda result, x, w, b, z, *sizes: _is_one_kernel(x, w) and z.stride() == result.stride(),
+        considers=_is_16_bits,
         note="one call",
     )
 
@@ -52,7 +58,7 @@ def _form(value: Any) -> Any:
 def _is_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """True if cuDNN has such a kernel for a convolution."""
     innermost = all(t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
-    return innermost and has_tensor_units(x) and is_one_kernel()
+    return innermost and is_one_kernel()
 
 
 _RELUS = (aten.relu.default, aten.relu_.default)

@@ -27,11 +27,12 @@ from fusion_compiler.capture.graphs import (
     wants_gradient,
     writes,
 )
-from fusion_compiler.ir.dag import Ref, metas_of
+from fusion_compiler.ir.dag import Ref, dim_of, step_of
 from fusion_compiler.ir.rewrite_note import Notes, Refused, RewriteNote
 from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.patterns.match import Match, match_all
-from fusion_compiler.passes.patterns.recorded import Recorded, occurs, recorded, region
+from fusion_compiler.passes.patterns.recorded import Recorded, recorded, region, roots_of
+from fusion_compiler.passes.patterns.trace import Traced
 from fusion_compiler.patterns import Rewrite, Where
 
 aten = torch.ops.aten
@@ -106,7 +107,8 @@ class Replacement:
 
 def _layout(node: fx.Node) -> Any:
     """Return the strides that count."""
-    return [[t for n, t in zip(m.shape, m.stride, strict=True) if n != 1] for m in metas_of(node.meta["val"])]
+    value = node.meta["val"]
+    return [step_of(t) for n, t in zip(value.shape, value.stride(), strict=True) if dim_of(n) != 1]
 
 
 def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
@@ -187,10 +189,12 @@ class Rule(Rewrite):
 
     where: called with the result of `code` and the arguments. True if the two are equal, False if this is no
         match, or the reason why a match is left. pays: the same about what does not change results.
+    considers: called with the result alone, before anything is matched; False if this is no match.
     note: what is done, or a function of result and arguments that says so.
     """
 
     pays: Where = _always
+    considers: Callable[[Any], bool] = _always
     note: str | Callable[..., str] = "replaced"
     examples: tuple[tuple[Any, ...], ...] = ()
 
@@ -209,11 +213,13 @@ def rule(
     *examples: tuple[Any, ...],
     where: Where | None = None,
     pays: Where = _always,
+    considers: Callable[[Any], bool] = _always,
     note: str | Callable[..., str] = "replaced",
 ) -> Rule:
     """Return the rule that replaces `before` by `after`. See Rule."""
     name = getattr(before, "__name__", "rule")
-    return Rule(name, before, examples[0], where, after, pays=pays, note=note, examples=examples)
+    more: Any = {"pays": pays, "considers": considers, "note": note, "examples": examples}
+    return Rule(name, before, examples[0], where, after, **more)
 
 
 @dataclass(frozen=True)
@@ -228,10 +234,16 @@ class Rules:
     inference: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Notes]:
-        patterns = [traced for rule in self.rules if occurs(traced := recorded(rule), gm.graph)]
+        patterns: list[Traced] = []
+        roots: dict[fx.Node, int] = {}
+        for rule in self.rules:
+            traced = recorded(rule)
+            nodes = [n for n in roots_of(traced, gm.graph) if rule.considers(n.meta["val"])]
+            patterns += [traced] if nodes else []
+            roots |= {node: max(traced.depth, roots.get(node, 0)) for node in nodes}
         if not patterns:
             return gm, ()
-        dag = region(gm, patterns)
+        dag = region(gm, roots)
         sites: dict[fx.Node, Site] = {}
 
         def accepts(match: Match) -> bool:

@@ -54,7 +54,7 @@ def _is_side_by_side(
 
 def _pays(result: Any, x: Any, *others: Any) -> bool:
     """True if the channels of an image are images of their own."""
-    return x.is_floating_point() and x.stride()[-1] == 1 and result.is_contiguous()
+    return x.is_floating_point() and x.stride()[-1] == 1
 
 
 def _note(result: Any, x: Any, weight: Any, *others: Any) -> str:
@@ -70,6 +70,7 @@ def _convolution(rank: int, convolution: Callable[..., Any]) -> Rule:
         (image, weight, torch.ones(5), *sizes),
         (torch.ones(2, 3, *(7, 9, 5)[:rank]).bfloat16(), weight.bfloat16(), None, *sizes),
         where=_is_side_by_side,
+        considers=lambda result: result.is_contiguous(),
         pays=_pays,
         note=_note,
     )

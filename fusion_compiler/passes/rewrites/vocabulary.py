@@ -41,11 +41,9 @@ def _padded(x: Any, weight: Any, bias: Any) -> Any:
     return aten.contiguous.default(cut)  # as in eager, so that views of the result that need it work
 
 
-def _pays(result: Any, *operands: Any) -> bool | str:
+def _is_unaligned(result: Any) -> bool:
     features = result.shape[-1]
-    if not isinstance(features, int) or features < MIN_FEATURES or features % ALIGNED == 0:
-        return False
-    return _refusal(result) or True
+    return isinstance(features, int) and features >= MIN_FEATURES and features % ALIGNED != 0
 
 
 def _refusal(result: torch.Tensor) -> str:
@@ -70,7 +68,8 @@ PADDED_FEATURES = Pass(
                 _padded,
                 (torch.ones(2, 5, 8), torch.ones(10, 8), torch.ones(10)),
                 (torch.ones(5, 8).bfloat16(), torch.ones(70, 8).bfloat16(), None),
-                pays=_pays,
+                considers=_is_unaligned,
+                pays=lambda result, *operands: _refusal(result) or True,
                 note=_note,
             ),
         ),
