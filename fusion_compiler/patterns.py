@@ -30,6 +30,7 @@ from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.stable_text import stable_text
 
 Code = Callable[..., Any]
+Where = Callable[..., bool | str]
 Interval = tuple[float, float]
 Domain = str | Interval | Mapping[str, str | Interval]
 FINITE = "finite"
@@ -61,7 +62,8 @@ class Pattern:
 
     example: one tensor or number per parameter of `code`; only ranks, dtypes and equal sizes count.
     where: called with what was matched, a `MatchedTensor` for each tensor and the number for each number;
-        False leaves the ops alone. One that raises is a PredicateError at the call that compiles the graph.
+        False, or the reason as a string, leaves the ops alone. One that raises is a PredicateError at the
+        call that compiles the graph.
     """
 
     sort: ClassVar[str] = ""  # the function that makes it
@@ -69,7 +71,7 @@ class Pattern:
     name: str
     code: Code
     example: tuple[Any, ...]
-    where: Callable[..., bool] | None = None
+    where: Where | None = None
 
     def __post_init__(self) -> None:
         if not str(self.name).isidentifier():
@@ -214,7 +216,7 @@ def cluster_hint(
     code: Code,
     *example: Any,
     name: str | None = None,
-    where: Callable[..., bool] | None = None,
+    where: Where | None = None,
     fuse: bool = True,
     backward: bool = False,
 ) -> ClusterHint:
@@ -230,7 +232,7 @@ def rewrite(
     after: Code,
     *example: Any,
     name: str | None = None,
-    where: Callable[..., bool] | None = None,
+    where: Where | None = None,
     domain: Domain | None = None,
 ) -> Rewrite:
     """Code like `before` is compiled as if it were `after`. See Rewrite.
@@ -247,7 +249,7 @@ def user_kernel(
     *example: Any,
     backward: Code | None = None,
     name: str | None = None,
-    where: Callable[..., bool] | None = None,
+    where: Where | None = None,
 ) -> UserKernel:
     """Code like `code` is computed by `run(*tensors)`. See UserKernel. Raises InvalidPatternError."""
     return UserKernel(_name(code, name), code, example, where, run, backward)

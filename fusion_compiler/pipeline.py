@@ -28,14 +28,13 @@ from fusion_compiler.passes.rewrites.few_queries import DECODE_ATTENTION
 from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.innermost_channels import CHANNELS_LAST
 from fusion_compiler.passes.rewrites.literals import SCALAR_CONSTANTS
-from fusion_compiler.passes.rewrites.maxima import MAX_POOL
 from fusion_compiler.passes.rewrites.patches import PATCHES
 from fusion_compiler.passes.rewrites.permuted_rows import PERMUTED_ROWS
+from fusion_compiler.passes.rewrites.pools import GLOBAL_AVERAGE_POOL, MAX_POOL
 from fusion_compiler.passes.rewrites.row_ranges import PLANS_FOR_RANGES
 from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS
 from fusion_compiler.passes.rewrites.sums_of_products import SUMS_OF_PRODUCTS
 from fusion_compiler.passes.rewrites.vocabulary import PADDED_FEATURES
-from fusion_compiler.passes.rewrites.whole_pool import GLOBAL_AVERAGE_POOL
 from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION
 
 PASSES: tuple[Pass, ...] = (

@@ -206,15 +206,15 @@ def metas_of(value: object) -> tuple[TensorMeta, ...]:
     return ()
 
 
-def _argument(arg: object) -> object:
+def argument_of(arg: object) -> object:
     """Return an fx argument with nodes as Ref, symbolic integers as Dim, containers as tuples."""
     if isinstance(arg, fx.Node):
         value = arg.meta.get("val")
         return dim_of(value) if isinstance(value, int | torch.SymInt) else Ref(arg.name)
     if isinstance(arg, list | tuple):
-        return tuple(_argument(a) for a in arg)
+        return tuple(argument_of(a) for a in arg)
     if isinstance(arg, slice):
-        return (_argument(arg.start), _argument(arg.stop), _argument(arg.step))
+        return (argument_of(arg.start), argument_of(arg.stop), argument_of(arg.step))
     return arg
 
 
@@ -354,8 +354,8 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             kind=Kind.OPAQUE if is_input else kind_of(node),
             inputs=tuple(n.name for n in node.all_input_nodes),
             outputs=metas,
-            args=tuple(_argument(a) for a in node.args),
-            kwargs=tuple((k, _argument(v)) for k, v in node.kwargs.items()),
+            args=tuple(argument_of(a) for a in node.args),
+            kwargs=tuple((k, argument_of(v)) for k, v in node.kwargs.items()),
             flops=0 if is_input else _work(node, metas, flat, hints),
             bytes=0 if is_input else _moved(node, metas, reads, hints),
             source=None if is_input else source_of(node),

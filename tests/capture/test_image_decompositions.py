@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.image_decompositions import TABLE
 from fusion_compiler.ir import depthwise
-from fusion_compiler.passes.rewrites.whole_pool import lower_global_pools
+from fusion_compiler.passes.rewrites.pools import GLOBAL_AVERAGE_POOL
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import Compiled, not_as_close, wide
 
@@ -126,7 +126,7 @@ def test_pooling_to_one_element_is_a_mean(shape: tuple[int, ...]) -> None:
     pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(shape) - 3]
     x = image(*shape)
     gm = make_fx(lambda x: pool(x, 1), pre_dispatch=True, tracing_mode="fake")(x)
-    new, notes = lower_global_pools(gm)
+    new, notes = GLOBAL_AVERAGE_POOL.apply(gm)
     assert [note.is_done for note in notes] == [True]
     assert aten.mean.dim in targets(new) and aten.mean.dim not in targets(gm)
     assert not_as_close(new(x), pool(x, 1), pool(x.double(), 1)) is None
@@ -137,7 +137,7 @@ def test_pooling_by_one_window_is_a_mean(shape: tuple[int, ...]) -> None:
     pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(shape) - 3]
     x, kernel = image(*shape), shape[2:]
     gm = make_fx(lambda x: pool(x, kernel), pre_dispatch=True, tracing_mode="fake")(x)
-    new, notes = lower_global_pools(gm)
+    new, notes = GLOBAL_AVERAGE_POOL.apply(gm)
     assert [note.is_done for note in notes] == [True] and aten.mean.dim in targets(new)
     assert not_as_close(new(x), pool(x, kernel), pool(x.double(), kernel)) is None
 
@@ -153,14 +153,14 @@ def test_pooling_by_one_window_is_a_mean(shape: tuple[int, ...]) -> None:
 )
 def test_pooling_by_other_windows_stays(pool: Any) -> None:
     gm = make_fx(pool, pre_dispatch=True, tracing_mode="fake")(image(2, 3, 4, 6))
-    assert lower_global_pools(gm) == (gm, ())
+    assert GLOBAL_AVERAGE_POOL.apply(gm) == (gm, ())
 
 
 def test_pooling_to_more_stays() -> None:
     gm = make_fx(lambda x: F.adaptive_avg_pool2d(x, (1, 2)), pre_dispatch=True, tracing_mode="fake")(
         image(2, 3, 4, 6)
     )
-    assert lower_global_pools(gm) == (gm, ())
+    assert GLOBAL_AVERAGE_POOL.apply(gm) == (gm, ())
 
 
 @pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusion_compiler as fc
 from fusion_compiler.ir.group_norm import group_norm
 from fusion_compiler.ir.max_pool import max_pool
-from fusion_compiler.passes.rewrites.maxima import lower_max_pools
+from fusion_compiler.passes.rewrites.pools import MAX_POOL
 
 # kernel, stride, padding, ceil_mode
 GEOMETRIES: dict[str, tuple[Any, ...]] = {
@@ -120,7 +120,7 @@ def relu_of_a_view(x: Tensor) -> Any:
 def test_relu_that_pooling_alone_reads_is_computed_behind_it(fn: Any, is_behind: bool) -> None:
     x = torch.randint(-2, 3, (2, 3, 8, 9)).float()  # equal elements, and zeros, in most windows
     gm = make_fx(fn, pre_dispatch=True)(x)
-    new, notes = lower_max_pools(gm)
+    new, notes = MAX_POOL.apply(gm)
     targets = [getattr(n.target, "_opname", "") for n in new.graph.nodes]
     relu = next(i for i, name in enumerate(targets) if name in ("relu", "relu_"))
     assert (relu > targets.index("max_pool")) is is_behind and [note.is_done for note in notes] == [True]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites.affine_lookups import slice_lookups
+from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten
@@ -61,14 +61,14 @@ def test_values_layouts_and_gradients_are_eagers(name: str) -> None:
 
 @pytest.mark.parametrize("name", AFFINE)
 def test_no_lookup_is_left(name: str) -> None:
-    after, notes = slice_lookups(traced(AFFINE[name], torch.randn(7, 6, 5)))
+    after, notes = AFFINE_LOOKUPS.apply(traced(AFFINE[name], torch.randn(7, 6, 5)))
     assert len(notes) == 1 and not LOOKUPS & {node.target for node in after.graph.nodes}
 
 
 @pytest.mark.parametrize("name", NOT_AFFINE)
 def test_others_are_left_alone(name: str) -> None:
     graph = traced(NOT_AFFINE[name], torch.randn(7, 6, 5))
-    after, notes = slice_lookups(graph)
+    after, notes = AFFINE_LOOKUPS.apply(graph)
     assert notes == () and targets(after) == targets(graph)
 
 

@@ -20,7 +20,7 @@ from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.equality import check_equal
-from fusion_compiler.passes.rewrites.grouped_query import group_queries
+from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.written_attention import RULE, fuse_attention
 from fusion_compiler.patterns import Rewrite
 from tests import models
@@ -457,7 +457,7 @@ def test_repeated_heads_are_grouped_where_there_is_no_mask() -> None:
     heads = [(2, 4, 16, 64), (2, 2, 16, 64), (2, 2, 16, 64)]
     for code in (repeated, grouped):
         new, _ = _on_cuda(code, *heads)
-        new, (note,) = group_queries(new)
+        new, (note,) = GROUPED_QUERIES.apply(new)
         assert note.is_done, note
         args = made(tuple(heads), torch.float64)
         torch.testing.assert_close(new(*args), code(*args), rtol=1e-10, atol=1e-10)

@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
 from fusion_compiler.passes.rewrites.attention_operands import (
-    make_operands_contiguous,
-    read_in_place,
-    scale_scores,
+    CONTIGUOUS_OPERANDS,
+    OPERANDS_IN_PLACE,
+    SCALED_SCORES,
 )
 from tests.passes.test_rewrites import on_cuda, targets, traced, traced_on_cuda
 
@@ -69,7 +69,7 @@ def test_what_is_query_and_key_at_once_has_its_factor_twice() -> None:
         return F.scaled_dot_product_attention(both, both, v.transpose(1, 2))
 
     for function in (attention, by_a_view):
-        new, notes = applied(scale_scores, function, *torch.randn(2, 2, 4, 7, 8, dtype=torch.float64))
+        new, notes = applied(SCALED_SCORES.apply, function, *torch.randn(2, 2, 4, 7, 8, dtype=torch.float64))
         assert [note.is_done for note in notes] == [True, True]
         assert not any(target in (aten.mul.Tensor, aten.div.Tensor) for target in targets(new))
         x, v = torch.randn(2, 2, 4, 7, 8, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_copies_before_a_call_and_behind_it() -> None:
         operands = (split(x).contiguous() for x in (q, k, v))
         return F.scaled_dot_product_attention(*operands).transpose(1, 2).contiguous().view(2, 7, 32) + 1
 
-    new, notes = applied(read_in_place, called, *inputs())
+    new, notes = applied(OPERANDS_IN_PLACE.apply, called, *inputs())
     assert [n.is_done for n in notes] == [True] * 3
     assert targets(new).count(COPY) == 1
     copy = new.graph.find_nodes(op="call_function", target=COPY)[0]
@@ -117,7 +117,7 @@ def test_one_copy_that_is_query_key_and_value() -> None:
 
     gm = traced(called, inputs()[0])
     (call,) = gm.graph.find_nodes(op="call_function", target=SDPA)
-    _, (note,) = applied(read_in_place, lambda x: called(x).sum(-1), inputs()[0])
+    _, (note,) = applied(OPERANDS_IN_PLACE.apply, lambda x: called(x).sum(-1), inputs()[0])
     assert note.is_done and note.reason.startswith("query, key, value read") and call.all_input_nodes
 
 
@@ -164,7 +164,7 @@ def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_copies_that_stay(function: Callable[..., Tensor], reason: str) -> None:
     gm = traced(function, *inputs())
     before = [str(n.meta.get("val")) for n in gm.graph.nodes]
-    new, (note,) = applied(read_in_place, function, *inputs())
+    new, (note,) = applied(OPERANDS_IN_PLACE.apply, function, *inputs())
     assert new.code == gm.code and not note.is_done and reason in note.reason, note
     assert [str(n.meta.get("val")) for n in new.graph.nodes] == before
 
@@ -175,7 +175,7 @@ def test_a_copy_that_another_reads_stays() -> None:
         return F.scaled_dot_product_attention(split(q), kept, split(v)).sum(-1), kept
 
     gm = traced(called, *inputs())
-    assert read_in_place(gm) == (gm, ())
+    assert OPERANDS_IN_PLACE.apply(gm) == (gm, ())
 
 
 def test_rows_that_no_kernel_loads_whole_are_copied_on_a_gpu() -> None:
@@ -184,11 +184,11 @@ def test_rows_that_no_kernel_loads_whole_are_copied_on_a_gpu() -> None:
         q, k, v = (t.unflatten(-1, (1, 20)).transpose(1, 2).clone() for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).sum(-1)
 
-    _, notes = applied(read_in_place, called, *on_cuda((2, 7, 60)))
+    _, notes = applied(OPERANDS_IN_PLACE.apply, called, *on_cuda((2, 7, 60)))
     assert [n.is_done for n in notes] == [False] * 3 and "multiples of 16 bytes" in notes[0].reason
     wider = on_cuda((2, 7, 192))
     _, notes = applied(
-        read_in_place,
+        OPERANDS_IN_PLACE.apply,
         lambda x: F.scaled_dot_product_attention(
             *(t.unflatten(-1, (4, 16)).transpose(1, 2).clone() for t in x.split(64, -1))
         ).sum(-1),
@@ -217,7 +217,7 @@ SCALED: dict[str, tuple[Callable[..., Tensor], float]] = {
 @pytest.mark.parametrize("name", SCALED)
 def test_numbers_go_into_the_scale(name: str) -> None:
     function, factor = SCALED[name]
-    new, notes = applied(scale_scores, function, *inputs())
+    new, notes = applied(SCALED_SCORES.apply, function, *inputs())
     assert notes and all(n.is_done for n in notes)
     (call,) = new.graph.find_nodes(op="call_function", target=SDPA)
     own = 1.0 if name == "scale" else 8**-0.5
@@ -254,7 +254,7 @@ def zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [negative, vector, read_twice, widened, infinite, zero])
 def test_what_is_no_scale_stays(function: Callable[..., Tensor]) -> None:
     gm = traced(function, *inputs())
-    assert scale_scores(gm) == (gm, ())
+    assert SCALED_SCORES.apply(gm) == (gm, ())
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
 
 
 def test_a_bias_of_crossed_rows_is_copied_once_and_spread() -> None:
-    new, notes = applied(make_operands_contiguous, biased, *on_cuda(Q, K, V, (7, 7, 4)))
+    new, notes = applied(CONTIGUOUS_OPERANDS.apply, biased, *on_cuda(Q, K, V, (7, 7, 4)))
     assert [note.is_done for note in notes] == [True, True]
     assert targets(new).count(COPY) == 1
     first, second = new.graph.find_nodes(op="call_function", target=SDPA)
@@ -283,7 +283,7 @@ def test_crossed_values_are_copied(dtype: torch.dtype) -> None:
         return F.scaled_dot_product_attention(split(q), split(k), crossed).sum(-1)
 
     fakes = [fake.to(dtype) for fake in on_cuda(Q, K, V)]
-    new, (note,) = applied(make_operands_contiguous, called, *fakes)
+    new, (note,) = applied(CONTIGUOUS_OPERANDS.apply, called, *fakes)
     assert note.is_done and "value copied" in note.reason and COPY in targets(new)
 
 
@@ -291,4 +291,4 @@ def test_what_has_no_kernel_anyway_is_not_copied() -> None:
     for fakes in ([*inputs(), torch.randn(7, 7, 4, dtype=torch.float64)], on_cuda(Q, K, V, (7, 7, 4))):
         wide = fakes[0].device.type == "cuda"
         gm = (traced_on_cuda if wide else traced)(biased, *(f.double() for f in fakes))
-        assert make_operands_contiguous(gm) == (gm, ())
+        assert CONTIGUOUS_OPERANDS.apply(gm) == (gm, ())

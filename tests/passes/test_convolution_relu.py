@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from fusion_compiler.ir.convolution_relu import convolution_relu
 from fusion_compiler.passes.rewrites import convolution_relu as rule
-from fusion_compiler.passes.rewrites.convolution_relu import fuse_convolution_relu
+from fusion_compiler.passes.rewrites.convolution_relu import CONVOLUTION_RELU
 from tests.passes.test_rewrites import on_cuda, targets, traced, traced_on_cuda
 
 aten = torch.ops.aten
@@ -142,7 +142,7 @@ OTHERS = [read_twice, doubled, broadcast, grouped, written_over, changed_between
 def test_what_is_not_a_convolution_with_relu(function: Callable[..., Tensor]) -> None:
     given = [torch.randn(s, dtype=torch.float64) for s in (X, W, B, Z)]
     given = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
-    new, notes = fuse_convolution_relu(traced(function, *given))
+    new, notes = CONVOLUTION_RELU.apply(traced(function, *given))
     assert not any(note.is_done for note in notes) and convolution_relu not in targets(new)
     fast: Any = fc.compile(function, backend="interpret")
     with torch.no_grad():
@@ -157,7 +157,7 @@ def test_on_a_gpu_in_16_bits(dtype: torch.dtype) -> None:
     fakes = [t.to(dtype) for t in on_cuda(X, W, B, Z)]
     fakes = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in fakes]
     with torch.no_grad():
-        new, _ = fuse_convolution_relu(traced_on_cuda(called, *fakes))
+        new, _ = CONVOLUTION_RELU.apply(traced_on_cuda(called, *fakes))
     assert (convolution_relu in targets(new)) == (dtype is not torch.float32)
 
 
@@ -166,7 +166,7 @@ def test_images_channel_by_channel_stay() -> None:
         return F.relu(F.conv2d(x, w, b))
 
     gm = traced_on_cuda(called, *(t.bfloat16() for t in on_cuda(X, W, B)))
-    assert fuse_convolution_relu(gm) == (gm, ())
+    assert CONVOLUTION_RELU.apply(gm) == (gm, ())
 
 
 def test_the_operator() -> None:

@@ -23,9 +23,9 @@ from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.ir.layout import VIEWS
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
-from fusion_compiler.passes.rewrites.grouped_query import group_queries
+from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.predicate import Bounds, Every, Formula, Le0, every, negation, some
-from fusion_compiler.passes.rewrites.vocabulary import pad_features
+from fusion_compiler.passes.rewrites.vocabulary import PADDED_FEATURES
 from fusion_compiler.pipeline import passes_at
 from tests import models
 
@@ -290,7 +290,7 @@ def test_grouped_queries(repeat: Callable[[torch.Tensor, int], torch.Tensor]) ->
         return F.scaled_dot_product_attention(q, repeat(k, 3), repeat(v, 3), is_causal=True, scale=0.3)
 
     shapes = (2, 6, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)
-    new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
+    new, (note,) = GROUPED_QUERIES.apply(traced_on_cuda(attention, *on_cuda(*shapes)))
     assert note.is_done and targets(new) == [SDPA]
     args = [torch.randn(s, dtype=torch.float64) for s in shapes]
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-12, atol=1e-12)
@@ -303,7 +303,7 @@ def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ..
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(v, 3), attn_mask=allowed)
 
     shapes = (2, 6, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8), mask
-    new, (note,) = group_queries(traced_on_cuda(attention, *on_cuda(*shapes)))
+    new, (note,) = GROUPED_QUERIES.apply(traced_on_cuda(attention, *on_cuda(*shapes)))
     assert note.is_done
     assert [t for t in targets(new) if t not in VIEWS] == [SDPA]
     for kind in (torch.bool, torch.float64):
@@ -318,14 +318,14 @@ def test_a_mask_that_tells_heads_apart_keeps_them_repeated() -> None:
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(k, 3), attn_mask=allowed)
 
     gm = traced_on_cuda(attention, *on_cuda((2, 6, 1, 8), (2, 2, 16, 8), (1, 6, 1, 16)))
-    new, (note,) = group_queries(gm)
+    new, (note,) = GROUPED_QUERIES.apply(gm)
     assert new is gm and "a mask" in note.reason
 
 
 def test_grouped_queries_are_refused() -> None:
     def reason(function: Callable[..., Any], *fakes: torch.Tensor) -> str:
         gm = traced_on_cuda(function, *fakes)
-        new, (note,) = group_queries(gm)
+        new, (note,) = GROUPED_QUERIES.apply(gm)
         assert new is gm and not note.is_done
         return note.reason
 
@@ -346,7 +346,7 @@ def test_grouped_queries_are_refused() -> None:
         tiled = k.unsqueeze(1).expand(2, 3, 2, 16, 8).reshape(2, 6, 16, 8)
         return F.scaled_dot_product_attention(q, tiled, tiled)
 
-    assert group_queries(traced_on_cuda(other_order, *on_cuda(*shapes)))[1] == ()
+    assert GROUPED_QUERIES.apply(traced_on_cuda(other_order, *on_cuda(*shapes)))[1] == ()
 
 
 # Aligned features
@@ -355,7 +355,7 @@ def test_grouped_queries_are_refused() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_vocabularies_are_aligned(bias: bool) -> None:
     shapes = ((2, 160, 32), (5001, 32), (5001,))[: 3 if bias else 2]
-    new, (note,) = pad_features(traced_on_cuda(F.linear, *on_cuda(*shapes)))
+    new, (note,) = PADDED_FEATURES.apply(traced_on_cuda(F.linear, *on_cuda(*shapes)))
     assert note.reason == "5001 output features padded to 5056"
     product = new.graph.find_nodes(op="call_function", target=aten.linear.default)[0]
     assert tuple(product.meta["val"].shape) == (2, 160, 5056)
@@ -382,7 +382,7 @@ def test_vocabularies_are_aligned(bias: bool) -> None:
 )
 def test_what_is_not_padded(rows: int, features: int, dtype: torch.dtype, reason: str | None) -> None:
     gm = traced_on_cuda(F.linear, *on_cuda((rows, 32), (features, 32), dtype=dtype))
-    new, notes = pad_features(gm)
+    new, notes = PADDED_FEATURES.apply(gm)
     assert new is gm
     assert [reason] == [n.reason[: len(reason)] for n in notes] if reason else notes == ()
 

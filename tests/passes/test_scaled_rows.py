@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fusion_compiler as fc
 from benchmarks.experts import deepseek
 from fusion_compiler.ir.graph_pass import Level
-from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS, scale_rows
+from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS
 from fusion_compiler.pipeline import passes_at
 from tests.exactness import not_as_close
 from tests.passes.test_rewrites import targets, traced
@@ -42,7 +42,7 @@ MATRICES = products((3, 5, 8), (3, 8, 16), (3, 5))
 
 
 def test_the_factor_goes_before_the_product() -> None:
-    gm, notes = scale_rows(traced(experts, *MATRICES))
+    gm, notes = SCALED_ROWS.apply(traced(experts, *MATRICES))
     (note,) = notes
     assert note.is_done and note.reason == "8 columns are multiplied before the product, not 16 behind"
     order = targets(gm)
@@ -65,7 +65,7 @@ def test_the_factor_goes_before_the_product() -> None:
 )
 def test_others_stay(function: Callable[..., Tensor]) -> None:
     gm = traced(function, *MATRICES)
-    assert scale_rows(gm) == (gm, ())
+    assert SCALED_ROWS.apply(gm) == (gm, ())
 
 
 def test_not_with_numerics_of_eager() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.passes.rewrites.sums_of_products import multiply_sums
+from fusion_compiler.passes.rewrites.sums_of_products import SUMS_OF_PRODUCTS
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ def changed(a: Tensor, b: Tensor) -> Tensor:
 def test_what_stays_a_sum(function: Callable[..., Tensor]) -> None:
     given = operands()
     gm = traced(function, *(t.detach() for t in given))
-    assert multiply_sums(gm) == (gm, ())
+    assert SUMS_OF_PRODUCTS.apply(gm) == (gm, ())
     with torch.no_grad():
         torch.testing.assert_close(fc.compile(function, backend="interpret")(*given), function(*given))
 
@@ -132,11 +132,11 @@ def test_what_stays_a_sum(function: Callable[..., Tensor]) -> None:
 def test_fewer_digits_are_not_taken() -> None:
     a, b = (t.detach().float() for t in operands())
     gm = traced(inner, a, b)
-    assert aten.einsum.default in targets(multiply_sums(gm)[0])
+    assert aten.einsum.default in targets(SUMS_OF_PRODUCTS.apply(gm)[0])
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert multiply_sums(gm) == (gm, ())
+        assert SUMS_OF_PRODUCTS.apply(gm) == (gm, ())
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch._ops import OpOverload
@@ -21,33 +21,35 @@ DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1"})
 
 
 class Indexed:
-    """What is asked of a DAG's ops again and again, found once.
+    """An index has what matching asks of a DAG's ops again and again.
 
     op: records by name. bare: the op behind casts and aliases. key: the operator's name without its
     overload. at: ops by that name, in order. reads: the names of the operators that an op's operands are.
+    strict: casts and aliases are ops like any other, and all arguments are compared.
     """
 
-    def __init__(self, dag: OpDag) -> None:
-        self.dag = dag
+    def __init__(self, dag: OpDag, *, strict: bool = False) -> None:
+        self.dag, self.strict = dag, strict
         self.op = {name: dag.op(name) for name in dag.order}
         self.bare: dict[str, str] = {}
         self.key: dict[str, str] = {}
         self.at: dict[str, list[str]] = {}
         self.reads: dict[str, frozenset[str]] = {}
         for name, op in self.op.items():
-            behind = op.inputs and looked_through(op, dag)
+            behind = not strict and op.inputs and looked_through(op, dag)
             self.bare[name] = self.bare[op.first] if behind else name
-            self.key[name] = key_of(op)
+            self.key[name] = str(getattr(op.target, "_opname", op.target)) if strict else key_of(op)
             self.at.setdefault(self.key[name], []).append(name)
             self.reads[name] = frozenset(self.key[self.bare[i]] for i in op.inputs)
         self._arguments: dict[str, dict[str, object]] = {}
 
     def arguments(self, name: str) -> dict[str, object]:
-        """See arguments_of."""
-        found = self._arguments.get(name)
-        if found is None:
-            found = self._arguments[name] = arguments_of(self.op[name], self.dag)
-        return found
+        """Return `arguments_of` an op."""
+        named = self._arguments.get(name)
+        if named is None:
+            uncompared = frozenset[str]() if self.strict else UNCOMPARED
+            named = self._arguments[name] = arguments_of(self.op[name], self.dag, uncompared)
+        return named
 
 
 def bare(dag: OpDag, name: str) -> str:
@@ -91,8 +93,9 @@ def computes(op: Op, dag: OpDag) -> bool:
     return isinstance(op.target, OpOverload) and bool(op.outputs) and not looked_through(op, dag)
 
 
-def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:
-    """Arguments by schema name, defaults filled in, dimensions from the end, without dtypes and devices."""
+def arguments_of(op: Op, dag: OpDag, uncompared: Collection[str] = UNCOMPARED) -> dict[str, object]:
+    """Return arguments by schema name, defaults filled in, dimensions from the end, without those that
+    matching does not compare."""
     target = op.target
     assert isinstance(target, OpOverload)
     given = dict(op.kwargs)
@@ -100,7 +103,7 @@ def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:
     rank = len(shape) + (target._opname == "unsqueeze")
     named: dict[str, object] = {}
     for position, argument in enumerate(target._schema.arguments):
-        if argument.name in UNCOMPARED:
+        if argument.name in uncompared:
             continue
         value = (
             op.args[position] if position < len(op.args) else given.get(argument.name, argument.default_value)
@@ -108,7 +111,7 @@ def arguments_of(op: Op, dag: OpDag) -> dict[str, object]:
         if argument.name in DIMENSIONS and value is not None:
             value = _from_end(value, rank)
         named[argument.name] = value
-    if target is aten.slice.Tensor:
+    if target is aten.slice.Tensor and "size" in uncompared:
         named |= _slice_bounds(named, shape)
     return named
 

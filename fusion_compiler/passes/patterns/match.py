@@ -8,8 +8,9 @@ looked through, so that the pattern traced in float32 on [rows, columns] also na
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 
@@ -35,7 +36,8 @@ class Match:
     """Where a pattern was found.
 
     ops: of the graph, in the pattern's order, casts and views between them aside.
-    inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter).
+    inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter); of a
+        recorded pattern the op as a Ref, or the literal.
     outputs: the graph's ops that hold the results.
     casts: whether the graph converts dtypes where the pattern does not.
     """
@@ -43,7 +45,7 @@ class Match:
     name: str
     pattern: Pattern
     ops: tuple[str, ...]
-    inputs: tuple[str | float | int | None, ...]
+    inputs: tuple[Any, ...]
     outputs: tuple[str, ...]
     casts: bool = False
 
@@ -87,16 +89,19 @@ def match_all(
     exact: bool = False,
     origins: Origins = NO_ORIGINS,
     watched: Collection[Pattern] = frozenset(),
+    accepts: Callable[[Match], bool] | None = None,
 ) -> Found:
     """Where patterns are, and where they would be but for others.
 
     exact: tensors have the pattern's rank, not leading dimensions besides, and are of floats where the
     example is. origins: what `where=` is told
     of the graph's inputs. watched: patterns whose overlaps are recorded, which takes a comparison each.
+    accepts: what is asked instead of `where=`. Recorded patterns must be alone among themselves.
 
     Raises PredicateError where a predicate raises.
     """
-    graph = Indexed(dag)
+    patterns = tuple(patterns)
+    graph = Indexed(dag, strict=any(traced.recorded for traced in patterns))
     owner: dict[str, Match] = {}
     matches: list[Match] = []
     declined: list[Match] = []
@@ -119,7 +124,7 @@ def match_all(
                 owner[op].pattern is rule or (rule not in watched and owner[op].pattern not in watched)
             ):
                 continue
-            wanted = is_wanted(rule, match.inputs, dag, origins)
+            wanted = accepts(match) if accepts else is_wanted(rule, match.inputs, dag, origins)
             if op is not None:
                 lost += [Lost(match, owner[op], op)] if wanted else []
             elif wanted:
@@ -154,16 +159,25 @@ def _match_at(traced: Traced, graph: Indexed, first: str, candidate: str, exact:
 
 @dataclass(frozen=True)
 class State:
-    """What is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number."""
+    """A state has what is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number, and
+    parameter of a recorded pattern -> literal."""
 
     ops: Mapping[str, str]
     sizes: Mapping[sympy.Symbol, Dim]
     numbers: Mapping[int, float]
+    literals: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 def of_one_kind(a: Op, b: Op) -> bool:
     """Whether two tensors are both of floats, or neither."""
     return [m.dtype.is_floating_point for m in a.outputs] == [m.dtype.is_floating_point for m in b.outputs]
+
+
+def is_literal(value: object) -> bool:
+    """True for an argument that is no result of another op and no size that is only known at run time."""
+    if isinstance(value, tuple):
+        return all(map(is_literal, value))
+    return not isinstance(value, Ref | sympy.Expr)
 
 
 class Unifier:
@@ -172,6 +186,7 @@ class Unifier:
     def __init__(self, traced: Traced, graph: Indexed, exact: bool) -> None:
         self.traced, self.pattern, self.graph, self.exact = traced, traced.indexed, graph, exact
         self.steps = 0
+        self.open = frozenset(traced.tensors.values()) if traced.recorded else frozenset[str]()
 
     def further(self, states: Iterator[State], output: str) -> Iterator[State]:
         """The same states with another output of the pattern found."""
@@ -186,6 +201,8 @@ class Unifier:
         """States in which the pattern's op p is the graph's op g."""
         p, raw = self.pattern.bare[p], g
         g = self.graph.bare[g]
+        if p in state.literals:
+            return
         if p in state.ops:
             if self.graph.bare[state.ops[p]] == g:
                 yield state
@@ -201,13 +218,16 @@ class Unifier:
             self.pattern.key[p] != self.graph.key[g] or _reads_others(self.traced, p, self.graph, g)
         ):
             return
+        if self.traced.recorded and not boundary and mine.target is not theirs.target:
+            return  # another overload
         read = self.graph.op[raw] if parameter else theirs
         if parameter and self.exact and not of_one_kind(mine, read):
             return
         sized = self.shapes(mine, read, state)
         if sized is None:
             return
-        bound = State({**sized.ops, p: raw if parameter else g}, sized.sizes, sized.numbers)
+        ops = {**sized.ops, p: raw if parameter else g}
+        bound = State(ops, sized.sizes, sized.numbers, sized.literals)
         if boundary:
             yield bound
             return
@@ -231,13 +251,15 @@ class Unifier:
     def value(self, mine: object, theirs: object, state: State) -> Iterator[State]:
         if isinstance(mine, Ref) and isinstance(theirs, Ref):
             yield from self.ops(mine.name, theirs.name, state)
+        elif isinstance(mine, Ref) and mine.name in self.open:
+            yield from self.literal(mine.name, theirs, state)
         elif isinstance(mine, tuple) and isinstance(theirs, tuple):
             if len(mine) == len(theirs):
                 yield from self.values(list(zip(mine, theirs, strict=True)), state)
         elif isinstance(mine, float) and mine in self.traced.numbers:
             position = self.traced.numbers[mine]
             if isinstance(theirs, int | float) and state.numbers.get(position, theirs) == theirs:
-                yield State(state.ops, state.sizes, {**state.numbers, position: theirs})
+                yield State(state.ops, state.sizes, {**state.numbers, position: theirs}, state.literals)
         elif isinstance(mine, sympy.Expr) or isinstance(theirs, sympy.Expr):
             after = self.size(mine, theirs, state)
             if after is not None:
@@ -245,12 +267,23 @@ class Unifier:
         elif mine == theirs:
             yield state
 
+    def literal(self, parameter: str, theirs: object, state: State) -> Iterator[State]:
+        """Yield the state in which a parameter of a recorded pattern is a literal of the graph."""
+        if parameter in state.ops or not is_literal(theirs):
+            return
+        if parameter not in state.literals:
+            literals = {**state.literals, parameter: theirs}
+            yield State(state.ops, state.sizes, state.numbers, literals)
+        elif state.literals[parameter] == theirs:
+            yield state
+
     def size(self, mine: object, theirs: object, state: State) -> State | None:
         """The state in which a size of the pattern equals one of the graph."""
         if isinstance(theirs, bool) or not isinstance(theirs, int | float | sympy.Expr):
             return None
         if isinstance(mine, sympy.Symbol) and mine not in state.sizes:
-            return State(state.ops, {**state.sizes, mine: theirs}, state.numbers)  # type: ignore[dict-item]
+            sizes: Any = {**state.sizes, mine: theirs}
+            return State(state.ops, sizes, state.numbers, state.literals)
         if not isinstance(mine, int | float | sympy.Expr):
             return None
         value = mine
@@ -264,6 +297,8 @@ class Unifier:
 
     def shapes(self, mine: Op, theirs: Op, state: State) -> State | None:
         """The state in which an op has the shape of the pattern's, perhaps with more dimensions in front."""
+        if self.traced.recorded:
+            return state
         if len(mine.outputs) != len(theirs.outputs) or not mine.outputs:
             return state if not mine.outputs and not theirs.outputs else None
         current: State | None = state
@@ -285,13 +320,19 @@ class Unifier:
         ops = tuple(
             dict.fromkeys(state.ops[n] for n in order if not (self.traced.saved and state.ops[n] in given))
         )
+        outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
+        if self.traced.recorded:
+            given = tuple(
+                Ref(state.ops[p]) if p in state.ops else state.literals.get(p)
+                for p in self.traced.tensors.values()
+            )
+            return Match(self.traced.name, self.traced.pattern, ops, given, outputs)
         inputs: list[str | float | int | None] = []
         for position, value in enumerate(self.traced.pattern.example):
             if position in self.traced.tensors:
                 inputs.append(state.ops.get(self.traced.tensors[position]))
             else:
                 inputs.append(state.numbers.get(position) if isinstance(value, float) else value)
-        outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
         casts = any(i != self.graph.bare[i] for name in ops for i in self.graph.op[name].inputs)
         if self.traced.saved and len(ops) < FEWEST:
             return None

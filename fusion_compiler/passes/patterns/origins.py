@@ -35,7 +35,8 @@ def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], da
             value = example
         given.append(_described(value, dag, o) if isinstance(value, str) else value)
     try:
-        return bool(pattern.where(*given))
+        verdict = pattern.where(*given)
+        return bool(verdict) and not isinstance(verdict, str)
     except GuardOnDataDependentSymNode:
         return False
     except Exception as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import networkx as nx
 import sympy
 import torch
 from torch import fx
@@ -30,7 +31,11 @@ WILDCARD = 0.73105857863  # floats among a pattern's arguments are traced as thi
 
 @dataclass(frozen=True)
 class Traced:
-    """A pattern as an operator DAG. tensors, numbers: parameter position -> placeholder or float."""
+    """A pattern as an operator DAG. tensors, numbers: parameter position -> placeholder or float.
+
+    recorded: whether the code was recorded without an example (`recorded.py`): its ops have no shapes, and
+        its parameters stand for tensors, numbers, lists and None alike.
+    """
 
     name: str
     pattern: Pattern
@@ -38,10 +43,11 @@ class Traced:
     tensors: Mapping[int, str]
     numbers: Mapping[float, int]
     saved: bool  # whether inputs of the graph may stand for values that the pattern computes
+    recorded: bool = False
 
     @functools.cached_property
     def indexed(self) -> Indexed:
-        return Indexed(self.dag)
+        return Indexed(self.dag, strict=self.recorded)
 
     @functools.cached_property
     def root(self) -> str:
@@ -50,7 +56,14 @@ class Traced:
         return next(b for b in (self.indexed.bare[o] for o in self.dag.outputs) if b not in inputs)
 
     @functools.cached_property
+    def depth(self) -> int:
+        """The most ops that follow each other, after a parameter."""
+        return nx.dag_longest_path_length(self.dag.graph)
+
+    @functools.cached_property
     def operators(self) -> frozenset[str]:
+        if self.recorded:
+            return frozenset(self.indexed.key[n] for n in self.dag.order if n not in self.dag.inputs)
         return frozenset(self.indexed.key[n] for n, op in self.indexed.op.items() if computes(op, self.dag))
 
 

@@ -20,17 +20,9 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import (
-    ancestors,
-    arguments,
-    copied,
-    emit,
-    fake_mode,
-    mutated_nodes,
-    size_of,
-)
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, size_of
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
@@ -47,22 +39,9 @@ class _Progression:
     dims: tuple[int, ...]
 
 
-def slice_lookups(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Replace the lookups of `gm` (ATen above autograd) whose indices are known from their coordinates."""
-    lookups = [node for node in gm.graph.nodes if node.target in _FORMS]
-    written = mutated_nodes(gm.graph.nodes) if lookups else set()
-    emitters = {node: emitter for node in lookups if (emitter := _FORMS[node.target](node, written))}
-    if not emitters:
-        return gm, ()
-    new, nodes = copied(gm)
-    for old, emitter in emitters.items():
-        node = nodes[old]
-        with new.graph.inserting_before(node), fake_mode([node.meta["val"]]):
-            result = emitter(node)
-        node.replace_all_uses_with(result)
-        new.graph.erase_node(node)
-    new.recompile()
-    return new, tuple(Decision(RULE, node.name, Outcome.DONE, "no lookup by data") for node in emitters)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    emitter = _FORMS[node.target](node, written)
+    return emitter and Replacement(lambda nodes: emitter(nodes[node]), "no lookup by data")
 
 
 Emitter = Callable[[fx.Node], fx.Node]
@@ -216,7 +195,7 @@ def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
 
 AFFINE_LOOKUPS = Pass(
     RULE,
-    slice_lookups,
+    Replacements(RULE, (*_FORMS,), _look),
     does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
     when="the index is proved to be such a function",
     gains="their gradients are no scatters",

@@ -11,6 +11,7 @@ depends on data stays.
 
 from __future__ import annotations
 
+import functools
 from enum import StrEnum
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 
-from fusion_compiler.capture.graphs import ancestors, arguments, copied, erase_unused, is_pure, mutated_nodes
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import ancestors, arguments, erase_unused, is_pure
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
 from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, Le0, at
 
@@ -39,29 +41,20 @@ class Mask(StrEnum):
 
 def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Drop or replace the masks of `gm` (ATen above autograd) that are proved trivial."""
-    calls = [n for n in gm.graph.find_nodes(op="call_function", target=_SDPA) if arguments(n)["attn_mask"]]
-    if not calls:
-        return gm, ()
-    new, nodes = copied(gm)
-    written = mutated_nodes(new.graph.nodes)
-    verdicts: dict[fx.Node, tuple[Mask | None, str]] = {}
-    notes: list[Decision] = []
-    for call in (nodes[c] for c in calls):
+    verdicts: dict[fx.Node, tuple[Mask | None, str]] = {}  # calls of many layers share a mask
+
+    def look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
         mask = arguments(call)["attn_mask"]
+        if mask is None:
+            return None
         if mask not in verdicts:
             verdicts[mask] = _verdict(mask, written)
         kind, reason = verdicts[mask]
         if kind is Mask.CAUSAL and not _square(call):
             kind, reason = None, "causal, but queries and keys differ in length"
-        if kind is not None:
-            _replace(call, kind)
-        notes.append(Decision(RULE, call.name, Outcome.of(kind is not None), reason))
-    if not any(note.is_done for note in notes):
-        return gm, tuple(notes)
-    for mask in verdicts:
-        erase_unused(ancestors(mask))
-    new.recompile()
-    return new, tuple(notes)
+        return reason if kind is None else Replacement(functools.partial(_replaced, call, kind), reason)
+
+    return Replacements(RULE, (_SDPA,), look)(gm)
 
 
 def shows_every_row(mask: fx.Node, written: set[fx.Node]) -> bool:
@@ -85,12 +78,15 @@ def shows_every_row(mask: fx.Node, written: set[fx.Node]) -> bool:
     return any(at(formula, {last: column}, bounds) is True for column in chosen)
 
 
-def _replace(call: fx.Node, kind: Mask) -> None:
-    named = arguments(call)
+def _replaced(call: fx.Node, kind: Mask, nodes: Nodes) -> fx.Node:
+    node = nodes[call]
+    named = arguments(node)
+    mask = named["attn_mask"]
     names = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
     named["attn_mask"], named["is_causal"] = None, kind is Mask.CAUSAL
-    call.args = tuple(named.pop(name) for name in names)
-    call.kwargs = named
+    node.args, node.kwargs = tuple(named.pop(name) for name in names), named
+    erase_unused(ancestors(mask))
+    return node
 
 
 def _square(call: fx.Node) -> bool:

@@ -12,24 +12,18 @@ them: it multiplies in float32 and stores all scores.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import (
-    arguments,
-    copied,
-    emit,
-    erase_unused,
-    mutated_nodes,
-    refuse_strides,
-    trace_strides,
-)
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import arguments, emit, erase_unused, refuse_strides, trace_strides
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
 from fusion_compiler.passes.rewrites.constants import constant
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 from fusion_compiler.passes.rewrites.written_attention import no_kernel
 
@@ -41,68 +35,67 @@ BY_ROWS = "contiguous attention operands"
 _ALIGNED = 16  # bytes that kernels of attention load at once
 
 
-def read_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Drop the copies that attention calls of `gm` (ATen above autograd) read, where nobody else sees it."""
-    if not any(_copies(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
-        return gm, ()
-    new, _ = copied(gm)
-    written = mutated_nodes(new.graph.nodes)
-    notes: list[Decision] = []
-    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
-        for copy, names in _copies(call).items():
-            try:
-                _drop(call, copy, written)
-                notes.append(Decision(IN_PLACE, call.name, Outcome.DONE, f"{names} read where it is"))
-            except Refused as reason:
-                notes.append(Decision(IN_PLACE, call.name, Outcome.REFUSED, f"{names} copied: {reason}"))
-    if not any(note.is_done for note in notes):
-        return gm, tuple(notes)
-    new.recompile()
-    return new, tuple(notes)
+def _in_place(call: fx.Node, written: set[fx.Node]) -> list[Replacement | str]:
+    """Drop the copies that an attention call reads, where nobody else sees it."""
+    edits: list[Replacement | str] = []
+    for copy, names in _copies(call).items():
+        source = copy.all_input_nodes[0]
+        try:
+            if {source, copy} & written:
+                raise Refused("the copy keeps it from what is written in place")
+            _refuse_strides(source.meta["val"])
+        except Refused as reason:
+            edits.append(f"{names} copied: {reason}")
+            continue
+        drop = functools.partial(_drop, call, copy, names)
+        edits.append(Replacement(drop, f"{names} read where it is"))
+    return edits
 
 
-def scale_scores(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Multiply the scores of attention calls of `gm` instead of their queries or keys by a number.
+def _drop(call: fx.Node, copy: fx.Node, names: str, nodes: Nodes) -> fx.Node:
+    _exchange(nodes[call], nodes[copy], nodes[copy].all_input_nodes[0], f"{names} copied")
+    erase_unused({nodes[copy]})
+    return nodes[call]
+
+
+def _scaled(call: fx.Node, written: set[fx.Node]) -> list[Replacement]:
+    """Multiply the scores of an attention call by a number instead of its queries or keys.
 
     The product's operand is then not rounded once more.
     """
-    if not any(_factors(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
-        return gm, ()
-    new, _ = copied(gm)
-    notes: list[Decision] = []
-    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
-        for name, (product, factor) in _factors(call).items():
-            if product.users:  # queries and keys may be one: each has the factor
-                product.replace_all_uses_with(product.all_input_nodes[0])
-                erase_unused({product, *product.all_input_nodes})
-            _multiply(call, factor)
-            notes.append(Decision(SCALE, call.name, Outcome.DONE, f"its {name} times {factor:g}"))
-    new.recompile()
-    return new, tuple(notes)
+    return [
+        Replacement(functools.partial(_scale, call, product, factor), f"its {name} times {factor:g}")
+        for name, (product, factor) in _factors(call).items()
+    ]
 
 
-def make_operands_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Copy what attention calls of `gm` read across the grain, where that alone keeps them from a kernel."""
-    if not any(_crossed(call) for call in gm.graph.find_nodes(op="call_function", target=_SDPA)):
-        return gm, ()
-    new, _ = copied(gm)
-    laid: dict[fx.Node, fx.Node] = {}
-    notes: list[Decision] = []
-    for call in new.graph.find_nodes(op="call_function", target=_SDPA):
-        for operand, names in _crossed(call).items():
-            if operand not in laid:
-                with new.graph.inserting_before(call):
-                    laid[operand] = _by_rows(call, operand)
-            try:
-                _exchange(call, operand, laid[operand])
-                notes.append(Decision(BY_ROWS, call.name, Outcome.DONE, f"{names} copied row by row"))
-            except Refused as reason:
-                notes.append(Decision(BY_ROWS, call.name, Outcome.REFUSED, f"{names} not copied: {reason}"))
-    if not any(note.is_done for note in notes):
-        return gm, tuple(notes)
-    erase_unused(set(laid.values()))
-    new.recompile()
-    return new, tuple(notes)
+def _scale(call: fx.Node, multiplied: fx.Node, factor: float, nodes: Nodes) -> fx.Node:
+    product = nodes[multiplied]
+    if product.users:  # queries and keys may be one: each has the factor
+        product.replace_all_uses_with(product.all_input_nodes[0])
+        erase_unused({product, *product.all_input_nodes})
+    named = arguments(nodes[call])
+    width = named["query"].meta["val"].shape[-1]
+    scale = 1 / math.sqrt(width) if named["scale"] is None else named["scale"]
+    nodes[call].kwargs = {**nodes[call].kwargs, "scale": scale * factor}
+    return nodes[call]
+
+
+def _by_rows(call: fx.Node, written: set[fx.Node]) -> list[Replacement]:
+    """Copy what an attention call reads across the grain, where that alone keeps it from a kernel."""
+    return [
+        Replacement(functools.partial(_copy, call, operand, names), f"{names} copied row by row")
+        for operand, names in _crossed(call).items()
+    ]
+
+
+def _copy(call: fx.Node, operand: fx.Node, names: str, nodes: Nodes) -> fx.Node:
+    laid = _contiguous(nodes[call], nodes[operand])
+    try:
+        _exchange(nodes[call], nodes[operand], laid, f"{names} not copied")
+    finally:
+        erase_unused({laid, *laid.all_input_nodes})
+    return nodes[call]
 
 
 def _crossed(call: fx.Node) -> dict[fx.Node, str]:
@@ -125,12 +118,18 @@ def _crossed(call: fx.Node) -> dict[fx.Node, str]:
     return found
 
 
-def _by_rows(call: fx.Node, operand: fx.Node) -> fx.Node:
-    """A contiguous copy, which is spread where the operand is."""
-    if operand.target is not _aten.expand.default:
-        return emit(call, _aten.contiguous.default, operand)
-    source, sizes = operand.args[:2]
-    return emit(call, _aten.expand.default, emit(call, _aten.contiguous.default, source), sizes)
+def _contiguous(call: fx.Node, operand: fx.Node) -> fx.Node:
+    """Return a contiguous copy, which is spread where the operand is. Calls of attention share one."""
+    is_spread = operand.target is _aten.expand.default
+    source: Any = operand.args[0] if is_spread else operand
+    sizes = operand.args[1:2] if is_spread else ()
+    for copy in source.users:
+        for laid in copy.users if is_spread else (copy,):
+            is_one = copy.target is _aten.contiguous.default and laid.args[1:] == sizes and laid < call
+            if is_one and all(user.target is _SDPA for user in laid.users):
+                return laid
+    copy = emit(call, _aten.contiguous.default, source)
+    return emit(call, _aten.expand.default, copy, *sizes) if is_spread else copy
 
 
 def _copies(call: fx.Node) -> dict[fx.Node, str]:
@@ -144,25 +143,16 @@ def _copies(call: fx.Node) -> dict[fx.Node, str]:
     return found
 
 
-def _drop(call: fx.Node, copy: fx.Node, written: set[fx.Node]) -> None:
-    """Raises Refused, with the graph as it was."""
-    source = copy.all_input_nodes[0]
-    if {source, copy} & written:
-        raise Refused("the copy keeps it from what is written in place")
-    _refuse_strides(source.meta["val"])
-    _exchange(call, copy, source)
-    erase_unused({copy})
-
-
-def _exchange(call: fx.Node, old: fx.Node, new: fx.Node) -> None:
-    """Have a call read an operand that lies in another way. Raises Refused, with the graph as it was."""
+def _exchange(call: fx.Node, old: fx.Node, new: fx.Node, otherwise: str) -> None:
+    """Have a call read an operand that lies in another way. Raises Refused, with the graph as it was, whose
+    text begins with `otherwise`."""
     before = call.args, call.kwargs
     call.replace_input_with(old, new)
     try:
         trace_strides(call, refuse_strides)
     except (Refused, RuntimeError, ValueError) as error:
         call.args, call.kwargs = before
-        raise Refused(str(error)) from error
+        raise Refused(f"{otherwise}: {error}") from error
 
 
 def _refuse_strides(value: torch.Tensor) -> None:
@@ -210,16 +200,9 @@ def _factor(node: fx.Node) -> float | None:
     return number if node.target in (_aten.mul.Tensor, _aten.mul.Scalar) else 1 / number
 
 
-def _multiply(call: fx.Node, factor: float) -> None:
-    named = arguments(call)
-    width = named["query"].meta["val"].shape[-1]
-    scale = 1 / math.sqrt(width) if named["scale"] is None else named["scale"]
-    call.kwargs = {**call.kwargs, "scale": scale * factor}
-
-
 SCALED_SCORES = Pass(
     SCALE,
-    scale_scores,
+    Replacements(SCALE, (_SDPA,), _scaled),
     does="Multiply the scores of attention by a number, instead of its queries or keys.",
     when="the product has no other reader",
     gains="a kernel and one rounding fewer",
@@ -229,7 +212,7 @@ SCALED_SCORES = Pass(
 
 OPERANDS_IN_PLACE = Pass(
     IN_PLACE,
-    read_in_place,
+    Replacements(IN_PLACE, (_SDPA,), _in_place),
     does="Let attention read its queries, keys and values where they are.",
     when="a copy makes contiguous what the kernel reads with strides",
     gains="a copy fewer",
@@ -238,7 +221,7 @@ OPERANDS_IN_PLACE = Pass(
 
 CONTIGUOUS_OPERANDS = Pass(
     BY_ROWS,
-    make_operands_contiguous,
+    Replacements(BY_ROWS, (_SDPA,), _by_rows),
     does="Copy operands of attention whose rows are not contiguous.",
     when="nothing else keeps a fused kernel from taking the call",
     gains="PyTorch would multiply in float32 and store all scores",

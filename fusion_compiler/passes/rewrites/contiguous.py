@@ -10,14 +10,16 @@ which the kernel that computes y stores it.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import copied
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
 _aten = torch.ops.aten
 RULE = "contiguous activations"
@@ -27,19 +29,16 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Store by rows what element-wise ops of `gm` would hand on in another order."""
     found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
-    strides = {node.name: tuple(node.meta["val"].stride()) for node in found}
-    notes = tuple(Decision(RULE, name, Outcome.DONE, f"strides {each}") for name, each in strides.items())
-    if not found:
-        return gm, ()
-    new, nodes = copied(gm)
-    for old in found:
-        node = nodes[old]
-        with new.graph.inserting_after(node):
-            ordered = new.graph.call_function(_aten.contiguous.default, (node,))
-        ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
-        node.replace_all_uses_with(ordered, delete_user_cb=lambda user, own=ordered: user is not own)
-    new.recompile()
-    return new, notes
+    return edited(gm, [Site(RULE, node.name, functools.partial(_store_by_rows, node)) for node in found])
+
+
+def _store_by_rows(stored: fx.Node, nodes: Nodes) -> str:
+    node = nodes[stored]
+    with node.graph.inserting_after(node):
+        ordered = node.graph.call_function(_aten.contiguous.default, (node,))
+    ordered.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    node.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+    return f"strides {tuple(node.meta['val'].stride())}"
 
 
 def _starts_stream(node: fx.Node) -> bool:

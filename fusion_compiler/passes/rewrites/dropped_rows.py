@@ -14,30 +14,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
+from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.dag import CONVERSIONS
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 
 _aten = torch.ops.aten
 RULE = "dropped rows"
 
 
-def drop_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Cut the input of `gm`'s linears where all that is read of their results is a part of the rows."""
-    written = mutated_nodes(gm.graph.nodes)
-    cuts = gm.graph.find_nodes(op="call_function", target=_aten.slice.Tensor)
-    chains = {cut: chain for cut in cuts if (chain := _chain(cut)) and written.isdisjoint((cut, *chain))}
-    if not chains:
-        return gm, ()
-    new, nodes = copied(gm)
-    for cut, chain in chains.items():
-        _move(nodes[cut], [nodes[n] for n in chain])
-    new.recompile()
-    return new, tuple(
-        Decision(RULE, chain[0].name, Outcome.DONE, _reason(cut, chain[0])) for cut, chain in chains.items()
-    )
+def _look(cut: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    chain = _chain(cut)
+    if not chain or not written.isdisjoint((cut, *chain)):
+        return None
+
+    def moved(nodes: Nodes) -> fx.Node:
+        return _moved(nodes[cut], [nodes[n] for n in chain])
+
+    return Replacement(moved, _reason(cut, chain[0]))
 
 
 def _chain(cut: fx.Node) -> list[fx.Node]:
@@ -75,24 +70,21 @@ def _reason(cut: fx.Node, linear: fx.Node) -> str:
     return f"of rows {there} the model reads {here}"
 
 
-def _move(cut: fx.Node, chain: list[fx.Node]) -> None:
+def _moved(cut: fx.Node, chain: list[fx.Node]) -> fx.Node:
     linear, *others = chain
     named = arguments(linear)
-    with cut.graph.inserting_before(cut):
-        part = emit(cut, _aten.slice.Tensor, named["input"], *cut.args[1:])
-        made = emit(linear, _aten.linear.default, part, named["weight"], named["bias"])
-        for node in others:
-            operands: Any = [made if a in chain else a for a in node.args]
-            target: Any = node.target
-            made = emit(node, target, *operands, **node.kwargs)
-    cut.replace_all_uses_with(made)
-    for node in (cut, *reversed(chain)):
-        cut.graph.erase_node(node)
+    part = emit(cut, _aten.slice.Tensor, named["input"], *cut.args[1:])
+    result = emit(linear, _aten.linear.default, part, named["weight"], named["bias"])
+    for node in others:
+        operands: Any = [result if a in chain else a for a in node.args]
+        target: Any = node.target
+        result = emit(node, target, *operands, **node.kwargs)
+    return result
 
 
 DROPPED_ROWS = Pass(
     RULE,
-    drop_rows,
+    Replacements(RULE, (_aten.slice.Tensor,), _look),
     does="Do not compute rows of a product that nothing reads.",
     when="all readers take the same rows",
     gains="the loss of shifted labels can be computed in chunks",

@@ -7,23 +7,16 @@ The gradient of such a sum is one row for each bag (`capture/rows_by_number.py`:
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import (
-    ancestors,
-    arguments,
-    copied,
-    emit,
-    fake_mode,
-    mutated_nodes,
-    size_of,
-)
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, size_of
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
@@ -32,26 +25,14 @@ _BAGS = (_aten.embedding_bag.default, _aten.embedding_bag.padding_idx)
 _SUM, _MEAN = 0, 1
 
 
-def sum_bags(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Take apart the bags of `gm` (ATen above autograd) that are known to have as many rows each."""
-    bags = gm.graph.find_nodes(op="call_function", target=_BAGS[0])
-    bags = [*bags, *gm.graph.find_nodes(op="call_function", target=_BAGS[1])]
-    written = mutated_nodes(gm.graph.nodes) if bags else set()
-    rows = {node: count for node in bags if (count := _rows_of_each(node, written))}
-    if not rows:
-        return gm, ()
-    new, nodes = copied(gm)
-    for old, count in rows.items():
-        node = nodes[old]
-        with new.graph.inserting_before(node), fake_mode([arguments(node)["weight"].meta["val"]]):
-            result = _summed(node, count)
-        for user in list(node.users):
-            if user.args[1] == 0:
-                user.replace_all_uses_with(result)
-            new.graph.erase_node(user)
-        new.graph.erase_node(node)
-    new.recompile()
-    return new, tuple(Decision(RULE, node.name, Outcome.DONE, "lookups and a sum") for node in rows)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    count = _rows_of_each(node, written)
+    results = [user for user in node.users if user.users]
+    if not count or len(results) != 1:
+        return None
+    unread = [user for user in node.users if not user.users]
+    summed = functools.partial(_summed, count=count)
+    return Replacement(lambda nodes: summed(nodes[node]), "lookups and a sum", (*unread, node), results[0])
 
 
 def _rows_of_each(node: fx.Node, written: set[fx.Node]) -> int | None:
@@ -98,7 +79,7 @@ def _summed(node: fx.Node, count: int) -> fx.Node:
 
 EMBEDDING_BAGS = Pass(
     RULE,
-    sum_bags,
+    Replacements(RULE, _BAGS, _look),
     does="Replace bags of embeddings of equal size by a lookup and a sum.",
     when="all bags have as many rows",
 )

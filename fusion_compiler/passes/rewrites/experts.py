@@ -11,13 +11,14 @@ expert's product: g is clamped, and no index lies outside.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import (
     ancestors,
     arguments,
-    copied,
     emit,
     fake_mode,
     mutated_nodes,
@@ -25,10 +26,11 @@ from fusion_compiler.capture.graphs import (
     wants_gradient,
 )
 from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
 
 _aten = torch.ops.aten
@@ -47,16 +49,18 @@ def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]
     refused = {call: reason for call in calls if (reason := _refusal(call, written))}
     taken = [c for c in calls if c not in refused]
     routings = {key: _routing(key, taken, written) for key in dict.fromkeys(map(_key, taken))}
-    described = refused | {call: _described(call, routings[_key(call)]) for call in taken}
-    notes = tuple(Decision(RULE, c.name, Outcome.of(c not in refused), described[c]) for c in calls)
-    if not taken:
-        return gm, notes
-    new, nodes = copied(gm)
-    chosen = {key: unsort(r, nodes, written) for key, r in routings.items() if isinstance(r, Routing)}
-    for call in taken:
-        _choose(nodes[call], chosen, _key(call))
-    new.recompile()
-    return new, notes
+    chosen: dict[Key, fx.Node] = {}
+
+    def choose(call: fx.Node, nodes: Nodes) -> str:
+        key = _key(call)
+        routing, node = routings[key], nodes[call]
+        if key not in chosen:
+            is_sorted = not isinstance(routing, Routing)
+            chosen[key] = _counted(node) if is_sorted else unsort(routing, nodes, written)
+        nodes[call] = _choose(node, chosen[key], key[2])
+        return _described(call, routing)
+
+    return edited(gm, [Site(RULE, c.name, refused.get(c) or functools.partial(choose, c)) for c in calls])
 
 
 def _key(call: fx.Node) -> Key:
@@ -76,15 +80,15 @@ def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing |
     return routing if not others else "other products have these offsets"
 
 
-def _choose(call: fx.Node, chosen: dict[Key, fx.Node], key: Key) -> None:
-    """A call's matrices by their numbers, which all calls with these offsets share."""
+def _choose(call: fx.Node, numbers: fx.Node, matrices: int) -> fx.Node:
+    """Put a call in place that chooses among its matrices by their numbers."""
     named = arguments(call)
     with call.graph.inserting_before(call):
-        if key not in chosen:
-            chosen[key] = _counted(call, named["offs"], named["self"])
-        expert = emit(call, _aten.clamp.default, chosen[key], 0, key[2] - 1)
-        call.replace_all_uses_with(emit(call, expert_mm, named["self"], named["mat2"], expert))
+        expert = emit(call, _aten.clamp.default, numbers, 0, matrices - 1)
+        result = emit(call, expert_mm, named["self"], named["mat2"], expert)
+    call.replace_all_uses_with(result)
     call.graph.erase_node(call)
+    return result
 
 
 def _has_few_rows(call: fx.Node) -> bool:
@@ -116,12 +120,13 @@ def _described(call: fx.Node, routing: Routing | str) -> str:
     return f"{rows} rows read a matrix each, of {matrices}; rows are {order}"
 
 
-def _counted(call: fx.Node, offsets: fx.Node, x: fx.Node) -> fx.Node:
-    """int64 [rows of x]: how many groups have ended before a row."""
-    with fake_mode([offsets.meta["val"]]):
+def _counted(call: fx.Node) -> fx.Node:
+    """int64 [rows of the call]: how many groups have ended before a row."""
+    offsets, x = (arguments(call)[name] for name in ("offs", "self"))
+    with call.graph.inserting_before(call), fake_mode([offsets.meta["val"]]):
         numbers = emit(call, _aten.arange.default, size_of(call, x, 0), device=offsets.meta["val"].device)
-    ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))
-    return emit(call, _aten.sum.dim_IntList, ended, [1])
+        ended = emit(call, _aten.le.Tensor, offsets, emit(call, _aten.unsqueeze.default, numbers, 1))
+        return emit(call, _aten.sum.dim_IntList, ended, [1])
 
 
 EXPERT_PRODUCTS = Pass(

@@ -14,11 +14,11 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, hinted, wants_gradient
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, hinted, wants_gradient
 from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ir.schema import is_view
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 
 _aten = torch.ops.aten
@@ -32,25 +32,10 @@ LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up
 PROGRAMS = 264  # two for each multiprocessor of the largest device there is
 
 
-def fuse_decode_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Write out those attention calls of `gm` (ATen above autograd) that have few queries."""
-    calls = [c for c in gm.graph.find_nodes(op="call_function", target=_SDPA) if _queries(c) <= MOST_QUERIES]
-    if not calls:
-        return gm, ()
-    refused = {call: reason for call in calls if (reason := _refusal(call))}
-    notes = tuple(
-        Decision(RULE, c.name, Outcome.of(c not in refused), refused.get(c) or _described(c)) for c in calls
-    )
-    if len(refused) == len(calls):
-        return gm, notes
-    new, nodes = copied(gm)
-    for call in (nodes[c] for c in calls if c not in refused):
-        with new.graph.inserting_before(call):
-            made = _attend(call)
-        call.replace_all_uses_with(made)
-        new.graph.erase_node(call)
-    new.recompile()
-    return new, notes
+def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
+    if _queries(call) > MOST_QUERIES:
+        return None
+    return _refusal(call) or Replacement(lambda nodes: _attend(nodes[call]), _described(call))
 
 
 def _queries(call: fx.Node) -> int:
@@ -173,7 +158,7 @@ def capped_attention(call: fx.Node, capped: float) -> fx.Node:
 
 DECODE_ATTENTION = Pass(
     RULE,
-    fuse_decode_attention,
+    Replacements(RULE, (_SDPA,), _look),
     does="Compute attention of up to eight queries a head of keys in clusters.",
     when="inference with keys of a known length",
     rounds_as_eager=False,

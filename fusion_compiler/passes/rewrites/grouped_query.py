@@ -20,9 +20,9 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, copied, emit, erase_unused
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -31,34 +31,17 @@ RULE = "grouped queries"
 MAX_HEAD = 256
 
 
-def group_queries(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Use enable_gqa in those attention calls of `gm` whose keys and values are repeated heads."""
-    found: dict[fx.Node, str] = {}
-    for call in gm.graph.find_nodes(op="call_function", target=_SDPA):
-        named = arguments(call)
-        if repeated(named["key"]) is not None and repeated(named["value"]) is not None:
-            found[call] = "" if _is_one_query(call) else _refusal(call)
-    notes = tuple(
-        Decision(
-            RULE,
-            call.name,
-            Outcome.of(not reason),
-            reason or "repeated key and value heads are read in place",
-        )
-        for call, reason in found.items()
-    )
-    if all(found.values()):
-        return gm, notes
-    new, nodes = copied(gm)
-    for call in (nodes[c] for c, reason in found.items() if not reason):
-        _group(call)
-    new.recompile()
-    return new, notes
-
-
-def _group(call: fx.Node) -> None:
+def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
     named = arguments(call)
-    old = ancestors(named["key"]) | ancestors(named["value"])
+    if repeated(named["key"]) is None or repeated(named["value"]) is None:
+        return None
+    if not _is_one_query(call) and (reason := _refusal(call)):
+        return reason
+    return Replacement(lambda nodes: _group(nodes[call]), "repeated key and value heads are read in place")
+
+
+def _group(call: fx.Node) -> fx.Node:
+    named = arguments(call)
     key, value = (repeated(named[n]) for n in ("key", "value"))
     assert key is not None
     named["key"], named["value"] = key, value
@@ -66,17 +49,12 @@ def _group(call: fx.Node) -> None:
     named["enable_gqa"] = not beside
     positional = [a.name for a in _SDPA._schema.arguments if not a.kwarg_only]
     shape = [*call.meta["val"].shape]
-    with call.graph.inserting_before(call):
-        if beside:
-            heads = key.meta["val"].shape[1]
-            apart = [shape[0], heads, shape[1] // heads]
-            named["query"] = emit(call, _aten.reshape.default, named["query"], [*apart, -1])
-        grouped = emit(call, _SDPA, *(named.pop(name) for name in positional), **named)
-        if beside:
-            grouped = emit(call, _aten.reshape.default, grouped, shape)
-    call.replace_all_uses_with(grouped)
-    call.graph.erase_node(call)
-    erase_unused(old)
+    if beside:
+        heads = key.meta["val"].shape[1]
+        apart = [shape[0], heads, shape[1] // heads]
+        named["query"] = emit(call, _aten.reshape.default, named["query"], [*apart, -1])
+    grouped = emit(call, _SDPA, *(named.pop(name) for name in positional), **named)
+    return emit(call, _aten.reshape.default, grouped, shape) if beside else grouped
 
 
 def _is_one_query(call: fx.Node) -> bool:
@@ -138,7 +116,7 @@ def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 GROUPED_QUERIES = Pass(
     RULE,
-    group_queries,
+    Replacements(RULE, (_SDPA,), _look),
     does="Do not repeat the keys and values of grouped-query attention in memory.",
     when="a kernel reads each key head for several query heads",
 )

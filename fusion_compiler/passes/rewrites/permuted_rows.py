@@ -9,6 +9,7 @@ scatter, for all that it knows of p; an order has each place once (`ir/permuted_
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -18,16 +19,16 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import (
     arguments,
-    copied,
     emit,
     erase_unused,
     fake_mode,
     mutated_nodes,
     size_of,
 )
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.permuted_rows import permuted_rows
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -55,17 +56,7 @@ def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     sorts = [node for node in gm.graph.nodes if _is_sorts(node)]
     written = mutated_nodes(gm.graph.nodes) if sorts else set()
     found = [order for node in sorts if (order := _order_of(node, written)) is not None]
-    if not found:
-        return gm, ()
-    new, nodes = copied(gm)
-    notes: list[Decision] = []
-    for order in found:
-        _name(order, nodes)
-        count = len(order.taken) + len(order.restored)
-        reason = f"gradients of {count} lookups are lookups"
-        notes.append(Decision(RULE, order.places.name, Outcome.DONE, reason))
-    new.recompile()
-    return new, tuple(notes)
+    return edited(gm, [Site(RULE, order.places.name, functools.partial(_name, order)) for order in found])
 
 
 def _order_of(places: fx.Node, written: set[fx.Node]) -> _Order | None:
@@ -120,8 +111,8 @@ def _inverts(node: fx.Node, places: fx.Node) -> bool:
     return read == {*_lookups(base), *_lookups(node)}
 
 
-def _name(order: _Order, nodes: dict[fx.Node, fx.Node]) -> None:
-    """In a copied graph, `nodes` by those of the original."""
+def _name(order: _Order, nodes: Nodes) -> str:
+    """Name the lookups in the copy of a graph, and say how many they are."""
     places = nodes[order.places]
     value = places.meta["val"]
     with places.graph.inserting_before(places.next), fake_mode([value]):
@@ -138,6 +129,7 @@ def _name(order: _Order, nodes: dict[fx.Node, fx.Node]) -> None:
         if not fill.users and {*base.users} == {fill}:
             places.graph.erase_node(fill)
             erase_unused({base, values})
+    return f"gradients of {len(order.taken) + len(order.restored)} lookups are lookups"
 
 
 def _replace(lookup: fx.Node, order: fx.Node, inverse: fx.Node, share: int) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import arguments, copied, emit, mutated_nodes
+from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.dag import CONVERSIONS
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.routing import GROUPED
 
 _aten = torch.ops.aten
@@ -49,19 +49,17 @@ class _Scaled:
         return found
 
 
-def scale_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Multiply the left operands of `gm`'s products (ATen above autograd) by the factors of their rows."""
-    written = mutated_nodes(gm.graph.nodes)
-    multiplied = gm.graph.find_nodes(op="call_function", target=_aten.mul.Tensor)
-    found = [s for node in multiplied if (s := _scaled(node)) is not None]
-    found = [s for s in found if written.isdisjoint({s.factor, s.product, *s.product.all_input_nodes})]
-    if not found:
-        return gm, ()
-    new, nodes = copied(gm)
-    for scaled in found:
-        _move(_Scaled(*(nodes[n] for n in (scaled.result, scaled.product, scaled.factor))))
-    new.recompile()
-    return new, tuple(Decision(RULE, s.product.name, Outcome.DONE, _reason(s)) for s in found)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    scaled = _scaled(node)
+    if scaled is None:
+        return None
+    if not written.isdisjoint({scaled.factor, scaled.product, *scaled.product.all_input_nodes}):
+        return None
+
+    def moved(nodes: Nodes) -> fx.Node:
+        return _moved(_Scaled(*(nodes[n] for n in (scaled.result, scaled.product, scaled.factor))))
+
+    return Replacement(moved, _reason(scaled))
 
 
 def _reason(scaled: _Scaled) -> str:
@@ -119,19 +117,13 @@ def _width(node: fx.Node) -> Any:
     return node.meta["val"].shape[-1]
 
 
-def _move(scaled: _Scaled) -> None:
-    result, product = scaled.result, scaled.product
-    rows: fx.Node = scaled.rows
-    dtype = rows.meta["val"].dtype
-    with result.graph.inserting_before(result):
-        made = emit(result, _aten.mul.Tensor, rows, scaled.factor)
-        made = _as(made, dtype)
-        target: Any = product.target
-        made = emit(product, target, made, *product.args[1:], **product.kwargs)
-        made = _as(made, result.meta["val"].dtype)
-    result.replace_all_uses_with(made)
-    for node in (result, product):
-        result.graph.erase_node(node)
+def _moved(scaled: _Scaled) -> fx.Node:
+    result, product, rows = scaled.result, scaled.product, scaled.rows
+    multiplied = emit(result, _aten.mul.Tensor, rows, scaled.factor)
+    multiplied = _as(multiplied, rows.meta["val"].dtype)
+    target: Any = product.target
+    multiplied = emit(product, target, multiplied, *product.args[1:], **product.kwargs)
+    return _as(multiplied, result.meta["val"].dtype)
 
 
 def _as(node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -142,7 +134,7 @@ def _as(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 SCALED_ROWS = Pass(
     RULE,
-    scale_rows,
+    Replacements(RULE, (_aten.mul.Tensor,), _look),
     does="Multiply the rows of a product's operand by a factor, instead of those of its result.",
     when="the operand is no wider than the result, and not float16",
     gains="a pass over the result, and a saved value, fewer",

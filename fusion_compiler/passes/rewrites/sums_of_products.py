@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, copied, emit, erase_unused, written_between
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import arguments, emit, written_between
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
@@ -42,17 +42,9 @@ class _Product:
         return f"{left},{right}->{kept}"
 
 
-def multiply_sums(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Use einsum for the sums of products of `gm` (ATen above autograd) that are products of matrices."""
-    sums = gm.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    found = {node: product for node in sums if (product := _product_of(node)) is not None}
-    if not found:
-        return gm, ()
-    new, nodes = copied(gm)
-    for node, product in found.items():
-        _multiply(nodes[node], product)
-    new.recompile()
-    return new, tuple(Decision(RULE, node.name, Outcome.DONE, found[node].equation) for node in found)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    product = _product_of(node)
+    return product and Replacement(lambda nodes: _multiply(nodes[node], product), product.equation)
 
 
 def _product_of(node: fx.Node) -> _Product | None:
@@ -96,24 +88,21 @@ def _count(value: torch.Tensor, dims: set[int]) -> int:
     return math.prod(int(n) for n in sizes) if sizes and all(n.is_Integer for n in sizes) else 0
 
 
-def _multiply(node: fx.Node, product: _Product) -> None:
+def _multiply(node: fx.Node, product: _Product) -> fx.Node:
     source = arguments(node)["self"]
     rank, lost = source.meta["val"].dim(), node.meta["val"].dim()
-    with node.graph.inserting_before(node):
-        operands = [
-            _without_ones(node, operand, [d - rank for d in dims])
-            for operand, dims in zip(source.args[:2], (product.left, product.right), strict=True)
-        ]
-        made = emit(node, _aten.einsum.default, product.equation, operands)
-        made = emit(node, _aten.contiguous.default, made)
-        places = range(rank) if lost == rank else product.kept
-        present = {*product.left, *product.right} & {*product.kept}
-        for i, d in enumerate(places):
-            if d not in present:
-                made = emit(node, _aten.unsqueeze.default, made, i)
-    node.replace_all_uses_with(made)
-    node.graph.erase_node(node)
-    erase_unused({source})
+    operands = [
+        _without_ones(node, operand, [d - rank for d in dims])
+        for operand, dims in zip(source.args[:2], (product.left, product.right), strict=True)
+    ]
+    result = emit(node, _aten.einsum.default, product.equation, operands)
+    result = emit(node, _aten.contiguous.default, result)
+    places = range(rank) if lost == rank else product.kept
+    present = {*product.left, *product.right} & {*product.kept}
+    for i, d in enumerate(places):
+        if d not in present:
+            result = emit(node, _aten.unsqueeze.default, result, i)
+    return result
 
 
 def _without_ones(node: fx.Node, operand: object, dims: list[int]) -> fx.Node:
@@ -126,7 +115,7 @@ def _without_ones(node: fx.Node, operand: object, dims: list[int]) -> fx.Node:
 
 SUMS_OF_PRODUCTS = Pass(
     RULE,
-    multiply_sums,
+    Replacements(RULE, (_aten.sum.dim_IntList,), _look),
     does="Replace a sum of products of broadcast operands by a matrix product.",
     when="each operand lacks dimensions that the other one has",
     rounds_as_eager=False,

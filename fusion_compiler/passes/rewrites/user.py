@@ -17,16 +17,17 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
+from fusion_compiler.capture.graphs import ancestors, emit, erase_unused, mutated_nodes
 from fusion_compiler.errors import PatternConflictError
 from fusion_compiler.ir.dag import OpDag, build
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_info import origins_of
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.patterns.indexed import is_cast_or_alias, quantizes
 from fusion_compiler.passes.patterns.match import Match, find, match_all
 from fusion_compiler.passes.patterns.notes import notes_of_rules, places
 from fusion_compiler.passes.patterns.trace import traced_above_autograd
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 from fusion_compiler.passes.rewrites.user_operator import Check, operator_of
 from fusion_compiler.patterns import Pattern, Rewrite, UserKernel
 
@@ -63,47 +64,38 @@ def _apply(
     traced = [traced_above_autograd(p) for p in patterns]
     found = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
     others = notes_of_rules(traced, found, patterns)
-    if not found.matches:
-        return gm, others
-    new, nodes = copied(gm)
-    named = {old.name: node for old, node in nodes.items()}
-    notes: list[Decision] = []
-    for match in found.matches:
-        try:
-            _replace(match, dag, named, new, check)
-            done = f"{len(match.ops)} ops replaced, {places([match.root], dag)}"
-            promise = match.pattern.promise if isinstance(match.pattern, Rewrite) else ""
-            done += f", equal {promise}" if promise else ""
-            notes.append(Decision(match.name, match.root, Outcome.DONE, done))
-        except Refused as refused:
-            notes.append(Decision(match.name, match.root, Outcome.REFUSED, str(refused)))
-    new.graph.lint()
-    new.recompile()
+    edits = (functools.partial(_replace, match, dag, check) for match in found.matches)
+    sites = [Site(match.name, match.root, edit) for match, edit in zip(found.matches, edits, strict=True)]
+    new, notes = edited(gm, sites)
+    if new is not gm:
+        new.graph.lint()
     return new, (*notes, *others)
 
 
-def _replace(
-    match: Match, dag: OpDag, named: dict[str, fx.Node], gm: fx.GraphModule, check: Check | None
-) -> None:
-    ops, outputs = {named[n] for n in match.ops}, [named[n] for n in match.outputs]
-    given = [named[i] if isinstance(i, str) else i for i in match.inputs]
+def _replace(match: Match, dag: OpDag, check: Check | None, nodes: Nodes) -> str:
+    """Replace a match in the copy of a graph and say so. Raises Refused."""
+    ops, outputs = ([nodes[dag.nodes[n]] for n in names] for names in (match.ops, match.outputs))
+    given = [nodes[dag.nodes[i]] if isinstance(i, str) else i for i in match.inputs]
     tensors = [g for g in given if isinstance(g, fx.Node)]
     made = [not _shows(o, tensors) for o in outputs]
     kept = [o for o, is_made in zip(outputs, made, strict=True) if not is_made]
-    place = _place(ops, outputs, kept, tensors, gm.graph)
+    graph = outputs[0].graph
+    place = _place({*ops}, outputs, kept, tensors, graph)
     arguments = [_number(g, e) for g, e in zip(given, match.pattern.example, strict=True)]
-    with gm.graph.inserting_before(place):
+    with graph.inserting_before(place):
         if isinstance(match.pattern, Rewrite):
             results = _insert_code(match, match.pattern, dag, arguments, outputs)
         else:
             assert isinstance(match.pattern, UserKernel)
             results = _insert_call(match.pattern, arguments, outputs, check)
-    for old, result, is_made in zip(outputs, results, made, strict=True):
-        if not is_made:
-            continue
-        old.replace_all_uses_with(result)
-        named[old.name] = result  # a later match may read it
+    for name, old, result, is_made in zip(match.outputs, outputs, results, made, strict=True):
+        if is_made:
+            old.replace_all_uses_with(result)
+            nodes[dag.nodes[name]] = result  # a later match may read it
     erase_unused(set[fx.Node]().union(*(ancestors(o) for o in outputs)))
+    promise = match.pattern.promise if isinstance(match.pattern, Rewrite) else ""
+    done = f"{len(match.ops)} ops replaced, {places([match.root], dag)}"
+    return f"{done}, equal {promise}" if promise else done
 
 
 def _shows(output: fx.Node, inputs: Sequence[fx.Node]) -> bool:

@@ -1,0 +1,316 @@
+"""The frame of all rewrites: find, check, copy the graph, replace, trace strides again, note.
+
+A rewrite is `Rules`, code before and after, or `Replacements`, a function of one node that returns what is to
+stand in its place. Those of users (`user.py`) are found and replaced in the same frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import (
+    aliases,
+    ancestors,
+    arguments,
+    copied,
+    emit,
+    fake_mode,
+    is_pure,
+    mutated_nodes,
+    refuse_strides,
+    trace_strides,
+    wants_gradient,
+    writes,
+)
+from fusion_compiler.ir.dag import Ref, dim_of, step_of
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ir.schema import is_view
+from fusion_compiler.passes.patterns.match import Match, match_all
+from fusion_compiler.passes.patterns.recorded import Recorded, recorded, region, roots_of
+from fusion_compiler.passes.patterns.trace import Traced
+from fusion_compiler.patterns import Rewrite, Where
+
+aten = torch.ops.aten
+Nodes = dict[fx.Node, fx.Node]  # those of a copy, by those of the original
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a graph that a rewrite looked at.
+
+    rule, node: as in a Decision. edit: changes the copy of the graph and returns what it did, "" if no
+        note is to say so, or raises Refused and leaves the copy as it was; a string is the reason why nothing
+        is to be done.
+    """
+
+    rule: str
+    node: str
+    edit: Callable[[Nodes], str] | str
+
+
+def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, Decisions]:
+    """Return a copy of `gm` with all edits, or `gm` itself if there are none, and notes of each."""
+    if all(isinstance(site.edit, str) for site in sites):
+        return gm, tuple(Decision(site.rule, site.node, Outcome.REFUSED, str(site.edit)) for site in sites)
+    new, nodes = copied(gm)
+    notes: list[Decision] = []
+    for site in sites:
+        try:
+            applied, text = (False, site.edit) if isinstance(site.edit, str) else (True, site.edit(nodes))
+        except Refused as refused:
+            applied, text = False, str(refused)
+        notes.append(Decision(site.rule, site.node, Outcome.of(applied), text))
+    is_changed = any(note.is_done for note in notes)
+    if is_changed:
+        new.recompile()
+    return new if is_changed else gm, tuple(note for note in notes if note.reason)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A replacement of one node.
+
+    make: called with {node: its copy} at the place of the copy; emits what is to replace it and returns that,
+        or changes the copy and returns it. Raises Refused. note: what is done. ops: other nodes that are not
+        needed any more, in-place ones too. of: the node that is replaced, if not the one that was looked at.
+    """
+
+    make: Callable[[Nodes], fx.Node]
+    note: str
+    ops: tuple[fx.Node, ...] = ()
+    of: fx.Node | None = None
+
+    def replace(self, looked_at: fx.Node, nodes: Nodes) -> str:
+        """Put the result in its place. Raises Refused."""
+        root = looked_at if self.of is None else self.of
+        node = nodes[root]
+        before = node.prev
+        with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
+            result = self.make(nodes)
+            if result is node:
+                return self.note
+        node.replace_all_uses_with(result)
+        if _layout(result) != _layout(node) and not _lay_out(result, node.meta["val"]):
+            result.replace_all_uses_with(node)
+            while node.prev is not before:
+                node.graph.erase_node(node.prev)
+            raise Refused("its result lies in another order")
+        nodes[root] = result
+        _erase(node, {nodes[op] for op in self.ops})
+        return self.note
+
+
+def _layout(node: fx.Node) -> Any:
+    """Return the strides that count."""
+    value = node.meta["val"]
+    return [step_of(t) for n, t in zip(value.shape, value.stride(), strict=True) if dim_of(n) != 1]
+
+
+def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
+    """Let the readers of a new node take it as it lies; copy it in eager's order, that of `like`, where they
+    would see that. False if that is not contiguous."""
+    lying, result.meta["val"] = result.meta["val"], like
+    try:
+        trace_strides(result, refuse_strides)
+    except (Refused, RuntimeError, ValueError):
+        result.meta["val"] = lying
+        if not like.is_contiguous():
+            return False
+        with result.graph.inserting_after(result):
+            ordered = emit(result, aten.contiguous.default, result)
+        result.replace_all_uses_with(ordered, delete_user_cb=lambda user: user is not ordered)
+    return True
+
+
+def _erase(node: fx.Node, ops: Iterable[fx.Node]) -> None:
+    """Erase a node, and what nothing but it has read: pure calls, and any of `ops`."""
+    ops, erased = {*ops}, {node}
+    pending = [*node.all_input_nodes, *ops]
+    node.graph.erase_node(node)
+    while pending:
+        read = pending.pop()
+        if not read.users and read not in erased and (read in ops or is_pure(read)):
+            pending += read.all_input_nodes
+            erased.add(read)
+            read.graph.erase_node(read)
+            if read.op == "get_attr" and not read.graph.find_nodes(op="get_attr", target=read.target):
+                delattr(read.graph.owning_module, str(read.target))
+
+
+Verdict = Replacement | str | None
+_ONE = (Replacement, str, type(None))
+
+
+@dataclass(frozen=True)
+class Replacements:
+    """A rewrite of single nodes.
+
+    look: called with a node that calls one of `targets`, and all nodes that are written in place. Returns its
+        replacement, the reason why it is left, or several of them; None if the rewrite is not about it.
+    """
+
+    name: str
+    targets: tuple[Any, ...]
+    look: Callable[[fx.Node, set[fx.Node]], Verdict | Sequence[Replacement | str]]
+
+    def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
+        found = [gm.graph.find_nodes(op="call_function", target=t) for t in self.targets]
+        roots = found[0] if len(found) == 1 else sorted(node for nodes in found for node in nodes)
+        if not roots:
+            return gm, ()
+        written = mutated_nodes(gm.graph.nodes)
+        verdicts = ((node, self.look(node, written)) for node in roots)
+        each = ((n, v) for n, vs in verdicts for v in ([vs] if isinstance(vs, _ONE) else vs))
+        return edited(gm, [site for n, v in each if (site := _site(self.name, n, v))])
+
+
+def _site(name: str, root: fx.Node, verdict: Verdict) -> Site | None:
+    if isinstance(verdict, Replacement):
+        return Site(name, root.name, lambda nodes: verdict.replace(root, nodes))
+    return None if verdict is None else Site(name, root.name, verdict)
+
+
+def _always(*values: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class Rule(Rewrite):
+    """`code(*arguments)` becomes `after(*arguments)`.
+
+    Both call ATen operators, by overloads, on parameters that stand for tensors, numbers, lists and None
+    alike, and `code` fixes which literals have to stand in the model. example: arguments of a call in which
+    the two are equal, the first of `examples`, from which tests draw others.
+
+    where: called with the result of `code` and the arguments. True if the two are equal, False if this is no
+        match, or the reason why a match is left. pays: the same about what does not change results.
+    considers: called with the result alone, before anything is matched; False if this is no match.
+    note: what is done, or a function of result and arguments that says so.
+    """
+
+    pays: Where = _always
+    considers: Callable[[Any], bool] = _always
+    note: str | Callable[..., str] = "replaced"
+    examples: tuple[tuple[Any, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Allow any example."""
+
+    def verdict(self, result: Any, *arguments: Any) -> bool | str:
+        """Return what `where` says, or `pays` if that agrees."""
+        said = True if self.where is None else self.where(result, *arguments)
+        return self.pays(result, *arguments) if said is True else said
+
+
+def rule(
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    *examples: tuple[Any, ...],
+    where: Where | None = None,
+    pays: Where = _always,
+    considers: Callable[[Any], bool] = _always,
+    note: str | Callable[..., str] = "replaced",
+) -> Rule:
+    """Return the rule that replaces `before` by `after`. See Rule."""
+    name = getattr(before, "__name__", "rule")
+    more: Any = {"pays": pays, "considers": considers, "note": note, "examples": examples}
+    return Rule(name, before, examples[0], where, after, **more)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A rewrite that is code before and code after, in one or several forms: the first that fits is taken.
+
+    inference: whether it leaves alone what a gradient is wanted of.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    inference: bool = False
+
+    def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
+        patterns: list[Traced] = []
+        roots: dict[fx.Node, int] = {}
+        for rule in self.rules:
+            traced = recorded(rule)
+            nodes = [n for n in roots_of(traced, gm.graph) if rule.considers(n.meta["val"])]
+            patterns += [traced] if nodes else []
+            roots |= {node: max(traced.depth, roots.get(node, 0)) for node in nodes}
+        if not patterns:
+            return gm, ()
+        dag = region(gm, roots)
+        sites: dict[fx.Node, Site] = {}
+
+        def accepts(match: Match) -> bool:
+            verdict = self._verdict(match, dag.nodes)
+            if verdict is not None:
+                sites[dag.nodes[match.root]] = verdict
+            return verdict is not None
+
+        match_all(patterns, dag, accepts=accepts)
+        return edited(gm, [sites[node] for node in sorted(sites)])
+
+    def _verdict(self, match: Match, nodes: Mapping[str, fx.Node]) -> Site | None:
+        root, ops = nodes[match.root], [nodes[op] for op in match.ops]
+        given = [nodes[v.name] if isinstance(v, Ref) else _as_lists(v) for v in match.inputs]
+        if not _is_apart(root, ops, given):
+            return None
+        if self.inference and torch.is_grad_enabled() and any(map(wants_gradient, ancestors(root))):
+            return None
+        rule: Rule = match.pattern  # type: ignore[assignment]
+        values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in (root, *given)]
+        said = rule.verdict(*values)
+        if said is not True:
+            return Site(self.name, root.name, said) if said else None
+        if _is_overwritten(ops, given):
+            return Site(self.name, root.name, "an operand is written in place before the result is computed")
+
+        def make(copies: Nodes) -> fx.Node:
+            like = copies[root]
+            operands = (Recorded(copies[v], like) if isinstance(v, fx.Node) else v for v in given)
+            return rule.after(*operands).node
+
+        note = rule.note if isinstance(rule.note, str) else rule.note(*values)
+        return _site(self.name, root, Replacement(make, note, tuple(ops)))
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _is_apart(root: fx.Node, ops: Sequence[fx.Node], given: Sequence[Any]) -> bool:
+    """True if nothing else reads what lies between the matched ops, nor memory of others that they write."""
+    if any(not {*op.users} <= {*ops} for op in ops if op is not root):
+        return False
+    for op in ops:
+        for into in _written(op):
+            is_outside = into in given
+            is_shown = into.op != "call_function" or is_view(into.target) or not {*into.users} <= {*ops}
+            if is_outside and is_shown:
+                return False
+    return True
+
+
+def _written(op: fx.Node) -> list[fx.Node]:
+    """Return the arguments that a call writes into."""
+    if not writes(op.target):  # type: ignore[arg-type]
+        return []
+    named = arguments(op)
+    schema = op.target._schema.arguments  # type: ignore[union-attr]
+    return [named[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _is_overwritten(ops: Sequence[fx.Node], given: Sequence[Any]) -> bool:
+    """True if another call writes an operand between the matched ops."""
+    between: list[fx.Node] = []
+    node, last = min(ops), max(ops)
+    while node is not last:
+        between += [] if node in ops else [node]
+        node = node.next
+    return bool(between) and not aliases(list(given)).isdisjoint(mutated_nodes(between))
