@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 
 BENCHMARKS = {
-    "kernels": "benchmarks.kernels",
-    "sweep": "benchmarks.sweep",
-    "depthwise": "benchmarks.depthwise",
-    "descriptors": "benchmarks.descriptors",
-    "schedules": "benchmarks.schedules",
-    "models": "benchmarks.models",
-    "memory": "benchmarks.models",
-    "untuned": "benchmarks.models",
-    "decode": "benchmarks.decode",
-    "optimizer": "benchmarks.optimizer",
-    "architectures": "benchmarks.architectures",
-    "channel-order": "benchmarks.channel_order",
-    "compile-time": "benchmarks.compile_time",
-    "overhead": "benchmarks.overhead",
-    "readme": "benchmarks.readme",
+    "kernels": "benchmarks.kernels.measure",
+    "sweep": "benchmarks.kernels.sweep",
+    "depthwise": "benchmarks.kernels.depthwise",
+    "descriptors": "benchmarks.kernels.descriptors",
+    "schedules": "benchmarks.kernels.schedules",
+    "models": "benchmarks.models.measure",
+    "memory": "benchmarks.models.measure",
+    "untuned": "benchmarks.models.measure",
+    "decode": "benchmarks.decoding.decode",
+    "optimizer": "benchmarks.optimizer.measure",
+    "architectures": "benchmarks.numerics.architectures",
+    "channel-order": "benchmarks.kernels.channel_order",
+    "compile-time": "benchmarks.compile_time.measure",
+    "overhead": "benchmarks.kernels.overhead",
+    "readme": "benchmarks.pages.readme",
 }
 
 

@@ -1,0 +1,130 @@
+"""python -m benchmarks compile-time: seconds until a model's first step is done, and where they go.
+
+Each measurement is a process of its own (`first_step`): cold with empty caches on disk, warm with those that
+the cold one left. Python's bytecode is there, as an installer leaves it. Models have as many layers as in
+`models`; the first of them also has 2, 4, 8 and 32. On a CPU sizes are tiny, numbers float32, and ours plans
+and prints kernels as for an H200, none of which is compiled or launched; torch.compile is another compiler
+there, which is left out unless --only names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import functools
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.harness.processes import ROOT, in_turn
+from benchmarks.harness.record import Record, environment, figure, geometric_mean, table
+from benchmarks.models.workloads import WORKLOADS
+
+Row = Mapping[str, Any]
+KINDS = ("cold", "warm")
+MODELS = ("BERT-large 12", "GPT-2", "Llama 8 layers of the 1B shape, train", "ViT")  # how their names begin
+DEPTHS = (2, 4, 8, 32)  # of the first of them
+WALL = "seconds"
+WARM_SECONDS = 2.0  # of BERT-large
+SHARE = 0.5  # of torch.compile's seconds
+DEEP = 1.5  # times the cold seconds of 4 layers, with 32
+
+
+def rows_of(pattern: str) -> Iterator[dict[str, Any]]:
+    """A row without figures for each model and depth whose name matches."""
+    for begin in MODELS:
+        number = next(i for i, w in enumerate(WORKLOADS) if w.name.startswith(begin))
+        own = WORKLOADS[number].sizes["layers"]
+        for layers in sorted({own, *DEPTHS}) if begin == MODELS[0] else (own,):
+            name = f"{begin.split()[0]}, {layers} layers"
+            if re.search(pattern, name):
+                yield {
+                    "workload": name,
+                    "number": number,
+                    "layers": layers,
+                    "own": layers == own,
+                    "cells": {},
+                }
+
+
+def measure(row: dict[str, Any], contender: str, options: argparse.Namespace) -> None:
+    task = {
+        "workload": row["number"], "layers": row["layers"], "contender": contender, "device": options.device,
+        "backend": options.backend, "quick": options.quick or options.device == "cpu",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="compile-time-", ignore_cleanup_errors=True) as home:
+        twice = [task | {"caches": home}] * len(KINDS)
+        found = zip(KINDS, in_turn("benchmarks.compile_time.first_step", twice, options.budget), strict=True)
+        row["cells"][contender] = {}
+        for kind, cell in found:
+            row["cells"][contender][kind] = cell
+            print(f"  {contender} {kind}: {describe(cell)}", flush=True)
+
+
+def describe(cell: Row) -> str:
+    if "failed" in cell:
+        return cell["failed"]
+    stages = ", ".join(f"{name} {s:.2f}" for name, s in cell["stages"].items() if s >= 0.005)
+    return f"{cell['seconds']:.2f} s ({cell['processor']:.2f} of processors): {stages}"
+
+
+def figure_of(row: Row | None, contender: str, kind: str, key: str = WALL) -> float | None:
+    return None if row is None else row["cells"].get(contender, {}).get(kind, {}).get(key)
+
+
+def bars(rows: Sequence[Row], key: str = WALL) -> Iterator[tuple[str, float, bool]]:
+    """(what, the figure, whether it is met), for what was measured."""
+    seconds = functools.partial(figure_of, key=key)
+    for row in rows:
+        for kind in KINDS:
+            ours, theirs = (seconds(row, name, kind) for name in ("ours", "compile"))
+            if ours is not None and theirs is not None:
+                what = f"{row['workload']}, {kind}: of torch.compile's seconds <= {SHARE}"
+                yield what, ours / theirs, ours / theirs <= SHARE
+    named = {row["workload"]: row for row in rows}
+    own = next((r for r in rows if r["own"] and r["workload"].startswith("BERT")), None)
+    if (warm := seconds(own, "ours", "warm")) is not None:
+        yield f"BERT-large warm, seconds <= {WARM_SECONDS}", warm, warm <= WARM_SECONDS
+    few, many = (seconds(named.get(f"BERT-large, {n} layers"), "ours", "cold") for n in (4, 32))
+    if few is not None and many is not None:
+        yield f"cold, 32 layers / 4 layers <= {DEEP}", many / few, many / few <= DEEP
+
+
+def show(rows: Sequence[Row], key: str = WALL) -> str:
+    """key: "seconds" on the clock, or of the "processor", which others who use the machine change less."""
+    names = [*dict.fromkeys(name for row in rows for name in row["cells"])]
+    header = [
+        f"first step, {'processor ' if key != WALL else ''}seconds",
+        *(f"{name} {kind}" for name in names for kind in KINDS),
+    ]
+    lines = [
+        [row["workload"], *(figure(figure_of(row, n, kind, key), ".1f") for n in names for kind in KINDS)]
+        for row in rows
+    ]
+    held = [*bars(rows, key)]
+    missed = [f"  not {what}: {value:.2f}" for what, value, met in held if not met]
+    met = f"{len(held) - len(missed)} of {len(held)} bars met"
+    return "\n".join([table(header, lines), met if held else "", *missed])
+
+
+def main(options: argparse.Namespace) -> Record:
+    record = Record("compile-time", environment(torch.device(options.device)), options.json)
+    only = options.only or ("^ours$" if options.device == "cpu" else "")
+    names = [name for name in ("compile", "ours") if re.search(only, name)]
+    compileall.compile_dir(ROOT / "fusion_compiler", quiet=1)
+    for row in rows_of(options.filter):
+        print(row["workload"], flush=True)
+        record.rows.append(row)
+        for name in names:
+            measure(row, name, options)
+            record.write()
+    for kind in KINDS:
+        pairs = [(figure_of(r, "compile", kind), figure_of(r, "ours", kind)) for r in record.rows]
+        if found := [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]:
+            record.summary[f"{kind}: compile / ours"] = geometric_mean(found)
+    record.write()
+    print("\n" + show(record.rows, "processor" if options.device == "cpu" else WALL))
+    return record

@@ -1,0 +1,162 @@
+"""python -m benchmarks.product_epilogue: whether a product with its epilogue beats cuBLAS and a kernel.
+
+gelu(x @ w.T + b), with x @ w.T + b kept (as training does) or not, in bfloat16: cuBLAS's product, that and a
+kernel for the GELU, and a Triton product whose epilogue is the GELU, over tile sizes, with pointers or tensor
+descriptors, with and without specialized warps. Median microseconds. Needs a GPU.
+"""
+
+# ruff: noqa: N803
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from benchmarks.harness.timing import device_time
+
+SHAPES = {
+    "ViT-B, 64 images": (12608, 3072, 768),
+    "Whisper, 8 x 1500": (12000, 3072, 768),
+    "BERT-large, 16 x 512": (8192, 4096, 1024),
+    "Llama-1B up, 4 x 2048": (8192, 8192, 2048),
+}
+TILES = (
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3),
+    (64, 256, 64, 4, 4),
+)  # fmt: skip  # rows, columns, depth, warps, stages
+REPETITIONS = 20
+FORMS = ("pointers", "descriptors", "specialized warps")
+GROUP = 8  # blocks of rows that programs take side by side
+
+
+@triton.jit
+def gelu(v):
+    return 0.5 * v * (1.0 + tl.erf(v * 0.7071067811865476))
+
+
+@triton.jit
+def only_gelu(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x_ptr + i, mask=i < n).to(tl.float32)
+    tl.store(out_ptr + i, gelu(v).to(tl.bfloat16), mask=i < n)
+
+
+@triton.jit
+def block_of(tile, high, wide, GROUP: tl.constexpr):
+    """Row and column of a tile, neighbours in groups of rows."""
+    first = tile // (GROUP * wide) * GROUP
+    rows = min(high - first, GROUP)
+    within = tile % (GROUP * wide)
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def by_pointers(
+    a, b, bias, out, kept, m, n, k, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    row, col = block_of(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    rows, cols, depth = row * BM + tl.arange(0, BM), col * BN + tl.arange(0, BN), tl.arange(0, BK)
+    a_ptrs = a + (rows % m)[:, None] * k + depth[None, :]
+    b_ptrs = b + cols[None, :] * k + depth[:, None]
+    total = tl.zeros([BM, BN], tl.float32)
+    for _ in range(0, k, BK):
+        total = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), total)
+        a_ptrs += BK
+        b_ptrs += BK
+    v = (total + tl.load(bias + cols)[None, :].to(tl.float32)).to(tl.bfloat16)
+    inside, at = (rows < m)[:, None], rows[:, None] * n + cols[None, :]
+    if KEEP:
+        tl.store(kept + at, v, mask=inside)
+    tl.store(out + at, gelu(v.to(tl.float32)).to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def by_descriptors(
+    a, b, bias, out, kept, m, n, k, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPECIALIZED: tl.constexpr,
+):  # fmt: skip
+    high, wide = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    for tile in tl.range(tl.program_id(0), high * wide, PROGRAMS, flatten=True, warp_specialize=SPECIALIZED):
+        row, col = block_of(tile, high, wide, GROUP)
+        total = tl.zeros([BM, BN], tl.float32)
+        for i in range(tl.cdiv(k, BK)):
+            total = tl.dot(a.load([row * BM, i * BK]), b.load([col * BN, i * BK]).T, total)
+        cols = col * BN + tl.arange(0, BN)
+        v = (total + tl.load(bias + cols)[None, :].to(tl.float32)).to(tl.bfloat16)
+        if KEEP:
+            kept.store([row * BM, col * BN], v)
+        out.store([row * BM, col * BN], gelu(v.to(tl.float32)).to(tl.bfloat16))
+
+
+def calls(
+    x: Tensor, w: Tensor, bias: Tensor, out: Tensor, kept: Tensor, keep: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each form of the fused product, by name."""
+    (m, k), n = x.shape, w.shape[0]
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    for (bm, bn, bk, warps, stages), form in itertools.product(TILES, FORMS):
+        tiles, options = triton.cdiv(m, bm) * triton.cdiv(n, bn), {"num_warps": warps, "num_stages": stages}
+        name = f"{form} {bm} x {bn} x {bk}, {warps} warps, {stages} stages"
+        sizes = (m, n, k, keep, bm, bn, bk, GROUP)
+        if form == "pointers":
+            yield name, functools.partial(by_pointers[(tiles,)], x, w, bias, out, kept, *sizes, **options)
+            continue
+        inputs = [TensorDescriptor.from_tensor(t, [rows, bk]) for t, rows in ((x, bm), (w, bn))]
+        results = [TensorDescriptor.from_tensor(t, [bm, bn]) for t in (out, kept)]
+        programs = min(sms, tiles)
+        given = (*inputs, bias, *results, *sizes, programs, form != "descriptors")
+        yield name, functools.partial(by_descriptors[(programs,)], *given, **options)
+
+
+def microseconds(call: Callable[[], Any], device: torch.device) -> float:
+    return device_time(call, device, REPETITIONS).seconds * 1e6
+
+
+def fastest(found: Iterator[tuple[str, Callable[[], Any]]], out: Tensor, want: Tensor) -> tuple[float, str]:
+    """Of those that compile and are right."""
+    times: list[tuple[float, str]] = []
+    for name, call in found:
+        out.zero_()
+        try:
+            call()
+        except Exception as error:  # a form that this Triton or device does not have
+            print(f"    {name}: {type(error).__name__}")
+            continue
+        if (out.float() - want.float()).abs().max() <= 0.1:
+            times.append((microseconds(call, out.device), name))
+    return min(times)
+
+
+def main() -> None:
+    for name, (m, n, k) in SHAPES.items():
+        x, w = (torch.randn(s, device="cuda", dtype=torch.bfloat16) / 8 for s in ((m, k), (n, k)))
+        bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        out, kept = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+        def product(x: Tensor = x, w: Tensor = w, bias: Tensor = bias, kept: Tensor = kept) -> None:
+            torch.addmm(bias, x, w.t(), out=kept)
+
+        def both(product: Any = product, out: Tensor = out, kept: Tensor = kept) -> None:
+            product()
+            only_gelu[(triton.cdiv(out.numel(), 2048),)](kept, out, out.numel(), 2048, num_warps=4)
+
+        alone, apart = (microseconds(call, out.device) for call in (product, both))
+        want = out.clone()
+        print(f"{name}: cuBLAS {alone:.0f}, with a GELU kernel {apart:.0f}")
+        for keep in (False, True):
+            us, form = fastest(calls(x, w, bias, out, kept, keep), out, want)
+            print(f"  one kernel{', x @ w.T + b kept' if keep else ''}: {us:.0f} ({form})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""Eighteen models that no rule or constant of the compiler was fitted to: python -m benchmarks untuned.
+
+They are models as users write them, from transformers, timm and the literature, with default options. The
+sizes of each row are those at which it was first measured; `--quick` has small ones.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.models.workloads import Batch, Workload, tokens
+
+
+def _causal(name: str, batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    """A transformers model that computes its loss from `input_ids` and `labels`."""
+    import transformers
+
+    family, _, head = name.partition(":")
+    model = getattr(transformers, f"{family}{head}")(getattr(transformers, f"{family}Config")(**config))
+    ids = torch.randint(5, config.get("vocab_size", 32000), (batch, length))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def albert(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    return _causal("Albert:ForMaskedLM", batch, length, vocab_size=30000, **config)
+
+
+def xlnet(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    model, inputs = _causal("XLNet:LMHeadModel", batch, length, vocab_size=32000, **config)
+    return model.to(torch.get_default_dtype()), inputs  # some of its parameters are born in float32
+
+
+def opt(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    return _causal("OPT:ForCausalLM", batch, length, vocab_size=50272, use_cache=False, **config)
+
+
+def bloom(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    return _causal("Bloom:ForCausalLM", batch, length, vocab_size=50304, use_cache=False, **config)
+
+
+def qwen3_moe(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    return _causal("Qwen3Moe:ForCausalLM", batch, length, vocab_size=64000, use_cache=False, **config)
+
+
+def bart(
+    batch: int, length: int, layers: int, heads: int, inner: int, **config: Any
+) -> tuple[nn.Module, Batch]:
+    sides = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", inner))
+    }
+    return _causal(
+        "Bart:ForConditionalGeneration", batch, length, vocab_size=50265, use_cache=False, **sides, **config
+    )
+
+
+def clip(batch: int, layers: int) -> tuple[nn.Module, Batch]:
+    from transformers import CLIPConfig, CLIPModel
+
+    config = CLIPConfig(
+        text_config={"num_hidden_layers": layers}, vision_config={"num_hidden_layers": layers}
+    )
+    images = torch.randn(batch, 3, 224, 224)
+    ids = torch.randint(5, 49000, (batch, 77))
+    return CLIPModel(config), {"input_ids": ids, "pixel_values": images, "return_loss": True}
+
+
+def segformer(batch: int, side: int) -> tuple[nn.Module, Batch]:
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    return SegformerForSemanticSegmentation(SegformerConfig()), {
+        "pixel_values": torch.randn(batch, 3, side, side)
+    }
+
+
+def dinov2(batch: int, side: int, **config: Any) -> tuple[nn.Module, Batch]:
+    from transformers import Dinov2Config, Dinov2Model
+
+    return Dinov2Model(Dinov2Config(**config)), {"pixel_values": torch.randn(batch, 3, side, side)}
+
+
+def patchtst(batch: int, length: int, layers: int) -> tuple[nn.Module, Batch]:
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    config = PatchTSTConfig(
+        num_input_channels=7, context_length=length, patch_length=16, patch_stride=8, prediction_length=96,
+        d_model=128, num_hidden_layers=layers, num_attention_heads=16, ffn_dim=256, dropout=0.2, loss="mse",
+    )  # fmt: skip
+    values = {"past_values": torch.randn(batch, length, 7), "future_values": torch.randn(batch, 96, 7)}
+    return PatchTSTForPrediction(config), values
+
+
+class Classifier(nn.Module):
+    """A timm model with its cross-entropy."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        import timm
+
+        self.model = timm.create_model(name, pretrained=False)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        scores = self.model(images)
+        return scores if labels is None else F.cross_entropy(scores.float(), labels)
+
+
+def _timm(name: str, batch: int, train: bool, side: int = 224) -> tuple[nn.Module, Batch]:
+    inputs: Batch = {"images": torch.randn(batch, 3, side, side)}
+    if train:
+        inputs["labels"] = torch.randint(1000, (batch,))
+    return Classifier(name), inputs
+
+
+def swin_tiny(batch: int) -> tuple[nn.Module, Batch]:
+    return _timm("swin_tiny_patch4_window7_224", batch, train=True)
+
+
+def efficientnet(batch: int, side: int) -> tuple[nn.Module, Batch]:
+    return _timm("efficientnet_b0", batch, train=True, side=side)
+
+
+def resnext(batch: int, side: int) -> tuple[nn.Module, Batch]:
+    return _timm("resnext50_32x4d", batch, train=False, side=side)
+
+
+def regnety(batch: int, side: int) -> tuple[nn.Module, Batch]:
+    return _timm("regnety_032", batch, train=True, side=side)
+
+
+def mixer(batch: int) -> tuple[nn.Module, Batch]:
+    return _timm("mixer_b16_224", batch, train=True)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class SpeedrunBlock(nn.Module):
+    """Attention with normalised queries and keys and value embeddings, and squared ReLU."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up, self.down = (
+            nn.Linear(hidden, 4 * hidden, bias=False),
+            nn.Linear(4 * hidden, hidden, bias=False),
+        )
+        self.of_values = nn.Parameter(torch.tensor([0.5, 0.5]))
+        self.of_embedding = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(self, x: Tensor, first: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.of_embedding[0] * x + self.of_embedding[1] * first
+        h = _norm(x)
+        batch, length, hidden = h.shape
+        shape = (batch, length, self.heads, hidden // self.heads)
+
+        def rotate(t: Tensor) -> Tensor:
+            a, b = t.chunk(2, -1)
+            return torch.cat((a * cos + b * sin, b * cos - a * sin), -1).type_as(t)
+
+        q, k = rotate(_norm(self.q(h).view(shape))), rotate(_norm(self.k(h).view(shape)))
+        v = self.of_values[0] * self.v(h).view(shape) + self.of_values[1] * values.view(shape)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.12)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.down(F.relu(self.up(_norm(x))).square())
+
+
+class SpeedrunGPT(nn.Module):
+    """A language model with weightless norms and soft-capped logits."""
+
+    def __init__(self, length: int, hidden: int, heads: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding, self.of_values = nn.Embedding(vocabulary, hidden), nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(SpeedrunBlock(hidden, heads) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        rates = (1 / 1024) ** torch.linspace(0, 1, hidden // heads // 2)
+        angles = torch.outer(torch.arange(length).to(rates.dtype), rates)[None, :, None]
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = first = _norm(self.embedding(ids))
+        values = self.of_values(ids)
+        for block in self.blocks:
+            x = block(x, first, values, self.cos, self.sin)
+        scores = 30 * torch.tanh(self.head(_norm(x)).float() / 30)
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def speedrun_gpt(batch: int, length: int, vocabulary: int, **sizes: int) -> tuple[nn.Module, Batch]:
+    ids = tokens(vocabulary, batch, length)
+    return SpeedrunGPT(length, vocabulary=vocabulary, **sizes), {"ids": ids, "targets": ids.roll(-1, 1)}
+
+
+class Clicks(nn.Module):
+    """DLRM (Naumov et al., 2019): embedding bags, their pairwise interactions, two MLPs."""
+
+    def __init__(self, bags: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(bags))
+        bottom, top = (13, 512, 256, width), (width + (bags + 1) * bags // 2, 1024, 512, 1)
+        self.bottom = nn.Sequential(*(m for i, o in pairwise(bottom) for m in (nn.Linear(i, o), nn.ReLU())))
+        self.top = nn.Sequential(*[m for i, o in pairwise(top) for m in (nn.Linear(i, o), nn.ReLU())][:-1])
+        self.register_buffer("pairs", torch.tril_indices(bags + 1, bags + 1, -1))
+
+    def forward(self, numbers: Tensor, ids: Tensor, clicked: Tensor) -> Tensor:
+        dense = self.bottom(numbers)
+        rows = torch.stack([dense, *(bag(ids[:, i]) for i, bag in enumerate(self.bags))], 1)
+        products = (rows @ rows.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        scores = self.top(torch.cat((dense, products), 1)).squeeze(1).float()
+        return F.binary_cross_entropy_with_logits(scores, clicked.float())
+
+
+def dlrm(batch: int, bags: int, rows: int, width: int) -> tuple[nn.Module, Batch]:
+    inputs = {
+        "numbers": torch.randn(batch, 13),
+        "ids": torch.randint(rows, (batch, bags, 4)),
+        "clicked": torch.randint(2, (batch,)),
+    }
+    return Clicks(bags, rows, width), inputs
+
+
+class GraphAttention(nn.Module):
+    """GAT (Velickovic et al., 2018) by gathers, a softmax over each node's edges, and scattered sums."""
+
+    def __init__(self, inputs: int, heads: int, width: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project = nn.Linear(inputs, heads * width, bias=False)
+        self.attend = nn.Parameter(torch.randn(2, heads, width) * 0.1)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        h = self.project(x).view(len(x), self.heads, -1)
+        left, right = (h * self.attend[0]).sum(-1), (h * self.attend[1]).sum(-1)
+        scores = F.leaky_relu(left[source] + right[target], 0.2)
+        most = torch.full_like(left, -1e9)
+        most = most.scatter_reduce(0, target[:, None].expand(-1, self.heads), scores.detach(), "amax")
+        weights = (scores - most[target]).exp()
+        total = torch.zeros_like(most).index_add(0, target, weights)
+        weights = weights / (total[target] + 1e-9)
+        return F.elu(torch.zeros_like(h).index_add(0, target, h[source] * weights[..., None]).flatten(1))
+
+
+class GraphNet(nn.Module):
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.first = GraphAttention(128, heads, width)
+        self.second = GraphAttention(heads * width, heads, width)
+        self.head = nn.Linear(heads * width, 40)
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        h = self.second(self.first(x, source, target), source, target)
+        return F.cross_entropy(self.head(h), labels)
+
+
+def gat(nodes: int, edges: int, heads: int, width: int) -> tuple[nn.Module, Batch]:
+    inputs = {
+        "x": torch.randn(nodes, 128),
+        "source": torch.randint(nodes, (edges,)),
+        "target": torch.randint(nodes, (edges,)).sort().values,
+        "labels": torch.randint(40, (nodes,)),
+    }
+    return GraphNet(heads, width), inputs
+
+
+_FLOAT32 = {"dtype": torch.float32, "exact": torch.float64}
+
+UNTUNED: tuple[Workload, ...] = (
+    Workload(
+        "ALBERT 8 layers, train, 32 x 512",
+        albert,
+        {
+            "batch": 32,
+            "length": 512,
+            "hidden_size": 768,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 8,
+        },
+        {
+            "batch": 2,
+            "length": 16,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+        },
+        train=True,
+    ),
+    Workload(
+        "XLNet 4 layers, train, 8 x 512",
+        xlnet,
+        {"batch": 8, "length": 512, "d_model": 768, "n_layer": 4, "n_head": 12, "d_inner": 3072},
+        {"batch": 2, "length": 16, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64},
+        train=True,
+    ),
+    Workload(
+        "OPT 8 layers, train, 8 x 1024",
+        opt,
+        {"batch": 8, "length": 1024, "num_hidden_layers": 8},
+        {
+            "batch": 2,
+            "length": 16,
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "ffn_dim": 64,
+            "num_attention_heads": 2,
+            "word_embed_proj_dim": 32,
+        },
+        train=True,
+    ),
+    Workload(
+        "Bloom 6 layers, train, 8 x 1024",
+        bloom,
+        {"batch": 8, "length": 1024, "hidden_size": 1024, "n_layer": 6, "n_head": 16},
+        {"batch": 2, "length": 16, "hidden_size": 32, "n_layer": 1, "n_head": 2},
+        train=True,
+    ),
+    Workload(
+        "Qwen3-MoE 4 layers, train, 4 x 1024",
+        qwen3_moe,
+        {
+            "batch": 4,
+            "length": 1024,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+        },
+        {
+            "batch": 2,
+            "length": 16,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        train=True,
+    ),
+    Workload(
+        "BART 4 + 4 layers, train, 16 x 512",
+        bart,
+        {"batch": 16, "length": 512, "d_model": 768, "layers": 4, "heads": 12, "inner": 3072},
+        {"batch": 2, "length": 16, "d_model": 32, "layers": 1, "heads": 2, "inner": 64},
+        train=True,
+    ),
+    Workload(
+        "CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}, train=True
+    ),
+    Workload(
+        "SegFormer, 16 x 512 x 512",
+        segformer,
+        {"batch": 16, "side": 512},
+        {"batch": 1, "side": 64},
+        train=False,
+    ),
+    Workload(
+        "DINOv2 8 layers, train, 64 images",
+        dinov2,
+        {"batch": 64, "side": 224, "num_hidden_layers": 8},
+        {"batch": 1, "side": 28, "num_hidden_layers": 1},
+        train=True,
+    ),
+    Workload(
+        "PatchTST, train, 128 series",
+        patchtst,
+        {"batch": 128, "length": 512, "layers": 3},
+        {"batch": 2, "length": 64, "layers": 1},
+        train=True,
+        **_FLOAT32,
+    ),
+    Workload("Swin-T, train, 64 images", swin_tiny, {"batch": 64}, {"batch": 1}, train=True),
+    Workload(
+        "EfficientNet-B0, train, 128 images",
+        efficientnet,
+        {"batch": 128, "side": 224},
+        {"batch": 2, "side": 32},
+        train=True,
+    ),
+    Workload(
+        "ResNeXt-50, 64 images", resnext, {"batch": 64, "side": 224}, {"batch": 1, "side": 32}, train=False
+    ),
+    Workload(
+        "RegNetY-3.2, train, 64 images",
+        regnety,
+        {"batch": 64, "side": 224},
+        {"batch": 2, "side": 32},
+        train=True,
+    ),
+    Workload("MLP-Mixer, train, 64 images", mixer, {"batch": 64}, {"batch": 1}, train=True),
+    Workload(
+        "speedrun GPT 8 layers, train, 4 x 2048",
+        speedrun_gpt,
+        {"batch": 4, "length": 2048, "hidden": 1024, "heads": 8, "layers": 8, "vocabulary": 50304},
+        {"batch": 2, "length": 16, "hidden": 32, "heads": 2, "layers": 1, "vocabulary": 128},
+        train=True,
+    ),
+    Workload(
+        "DLRM, train, 16384 clicks",
+        dlrm,
+        {"batch": 16384, "bags": 26, "rows": 20000, "width": 64},
+        {"batch": 8, "bags": 3, "rows": 20, "width": 8},
+        train=True,
+    ),
+    Workload(
+        "GAT 2 layers, train, 1M edges",
+        gat,
+        {"nodes": 100000, "edges": 1000000, "heads": 4, "width": 64},
+        {"nodes": 20, "edges": 60, "heads": 2, "width": 4},
+        train=True,
+        **_FLOAT32,
+    ),
+)
