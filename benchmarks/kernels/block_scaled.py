@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.case import BLOCK_SCALED, Case, Outputs
-from benchmarks.kernels.clusters import rows_and
+from benchmarks.kernels.case import BLOCK_SCALED, Case, Outputs, tensors
+from benchmarks.kernels.clusters import ROW, swiglu
 
 F8 = torch.float8_e4m3fn
 LARGEST = 448.0  # that it holds
@@ -49,41 +49,23 @@ def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.layer_norm(x, (x.shape[-1],), weight, None, 1e-6)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
-
-
-def make_gate(rows: int, columns: int) -> dict[str, Tensor]:
-    return {"gate": torch.randn(rows, columns), "up": torch.randn(rows, columns)}
-
-
 def quantised(
     function: Callable[..., Tensor], quantise: Callable[[Tensor], Outputs]
 ) -> Callable[..., Outputs]:
-    def call(*tensors: Tensor) -> Outputs:
-        return quantise(function(*tensors))
-
-    return call
+    return lambda *inputs: quantise(function(*inputs))
 
 
+WEIGHTED = tensors(x=ROW, weight="columns")
 BLOCK_SCALED_CASES: tuple[Case, ...] = tuple(
     Case(
-        f"{name} + {format_name}",
-        quantised(function, quantise),
-        make,
-        {"rows": 16384, "columns": columns},
-        {"rows": 6, "columns": 256},
-        family=BLOCK_SCALED,
+        f"{name} + {format_name}", quantised(function, quantise), make, {"rows": 16384, "columns": columns},
+        {"rows": 6, "columns": 256}, family=BLOCK_SCALED,
     )
     for format_name, quantise in (("float8 by 128", groups_of_128), ("MX float8", mx))
     for name, function, make, columns in (
-        ("RMSNorm", rms_norm, rows_and("weight"), 4096),
-        ("LayerNorm", layer_norm, rows_and("weight"), 4096),
-        ("SwiGLU", swiglu, make_gate, 11264),
-        ("GELU", gelu, rows_and(), 8192),
+        ("RMSNorm", rms_norm, WEIGHTED, 4096),
+        ("LayerNorm", layer_norm, WEIGHTED, 4096),
+        ("SwiGLU", swiglu, tensors(gate=ROW, up=ROW), 11264),
+        ("GELU", F.gelu, tensors(x=ROW), 8192),
     )
-)
+)  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Outputs = tuple[Tensor, ...]
+Make = Callable[..., dict[str, Tensor]]
 PHASES = ("forward", "forward+backward")
 
 FIRST_TABLE, LONG_ROWS, ODD_NORMS, DROPOUT = "first table", "long rows", "odd norms", "dropout"
@@ -56,7 +57,7 @@ class Case:
 
     name: str
     fn: Callable[..., Tensor | Outputs]
-    make: Callable[..., dict[str, Tensor]]
+    make: Make
     sizes: Mapping[str, int]
     quick: Mapping[str, int]
     differentiate: tuple[str, ...] = ()
@@ -115,6 +116,15 @@ class Case:
         named = dict(inputs) | {f"out{i}": t for i, t in enumerate(outputs)}
         read = sum(t.nbytes for t in outputs) + sum(named[n].nbytes for n in self.backward_reads)
         return read + sum(inputs[n].nbytes for n in self.differentiate if n not in self.unwritten)
+
+
+def tensors(**axes: str) -> Make:
+    """Return a `make` for random tensors with the axes that their texts name: x="rows columns"."""
+
+    def make(**sizes: int) -> dict[str, Tensor]:
+        return {name: torch.randn([sizes[axis] for axis in text.split()]) for name, text in axes.items()}
+
+    return make
 
 
 def as_tuple(result: object) -> Outputs:

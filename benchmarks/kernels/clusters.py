@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.case import DROPOUT, LONG_ROWS, ODD_NORMS, Case, Outputs
+from benchmarks.kernels.case import DROPOUT, LONG_ROWS, ODD_NORMS, Case, Outputs, tensors
 
 EPS = 1e-6
 
@@ -78,14 +76,7 @@ def group_norm_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 # Their inputs.
 
-
-def rows_and(*vectors: str, tensors: tuple[str, ...] = ("x",)) -> Callable[..., dict[str, Tensor]]:
-    """Tensors of [rows, columns] and vectors of [columns]."""
-
-    def make(rows: int, columns: int) -> dict[str, Tensor]:
-        return {n: torch.randn(rows, columns) for n in tensors} | {n: torch.randn(columns) for n in vectors}
-
-    return make
+ROW = "rows columns"
 
 
 def make_scores(batch: int, heads: int, length: int) -> dict[str, Tensor]:
@@ -102,75 +93,77 @@ def make_logits(rows: int, columns: int) -> dict[str, Tensor]:
     return {"logits": torch.randn(rows, columns), "target": torch.randint(columns, (rows,))}
 
 
+def angles(length: int, width: int) -> Tensor:
+    """Angles [length, width / 2] of rotary position embeddings."""
+    return torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+
+
 def make_rope(batch: int, length: int, heads: int, kv_heads: int, width: int) -> dict[str, Tensor]:
     """Q and K as a projection leaves them: heads inside, seen from outside by a transpose."""
-    frequency = 10000.0 ** (-torch.arange(0, width, 2) / width)
-    angle = (torch.arange(length)[:, None] * frequency).repeat(1, 2)[None, None]
-    return {
-        "q": torch.randn(batch, length, heads, width).transpose(1, 2),
-        "k": torch.randn(batch, length, kv_heads, width).transpose(1, 2),
-        "cos": angle.cos(),
-        "sin": angle.sin(),
-    }
-
-
-def make_image(batch: int, channels: int, side: int) -> dict[str, Tensor]:
-    return {
-        "x": torch.randn(batch, channels, side, side),
-        "weight": torch.randn(channels),
-        "bias": torch.randn(channels),
-    }
+    angle = angles(length, width).repeat(1, 2)[None, None]
+    q, k = (torch.randn(batch, length, n, width).transpose(1, 2) for n in (heads, kv_heads))
+    return {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
 
 
 SMALL = {"rows": 16, "columns": 256}
+IMAGE = tensors(x="batch channels side side", weight="channels", bias="channels")
+IMAGE_NAMES = ("x", "weight", "bias")
+BIAS_GELU = Case(
+    "bias + GELU(tanh)", bias_gelu, tensors(x=ROW, bias="columns"), {"rows": 65536, "columns": 4096}, SMALL,
+    ("x", "bias"), ("x", "bias"),
+)  # fmt: skip
+LAYER_NORM = Case(
+    "LayerNorm", layer_norm, tensors(x=ROW, weight="columns", bias="columns"),
+    {"rows": 65536, "columns": 4096}, SMALL, ("x", "weight", "bias"), ("x", "weight"),
+    liger=lambda liger: lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
+)  # fmt: skip
+RMS_NORM = Case(
+    "RMSNorm written out", rms_norm, tensors(x=ROW, weight="columns"), {"rows": 65536, "columns": 4096},
+    SMALL, ("x", "weight"), ("x", "weight"),
+    liger=lambda liger: lambda x, w: liger.liger_rms_norm(x, w, EPS),
+)  # fmt: skip
+DROPOUT_NORM = Case(
+    "bias + dropout + residual + LayerNorm", bias_dropout_residual_norm,
+    tensors(x=ROW, residual=ROW, bias="columns", weight="columns", shift="columns"),
+    {"rows": 131072, "columns": 1024}, SMALL,
+    ("x", "bias", "residual", "weight", "shift"), ("x", "residual", "bias", "weight"), bar=DROPOUT,
+)  # fmt: skip
+SOFTMAX = Case(
+    "softmax", softmax, tensors(x=ROW), {"rows": 4096, "columns": 32768}, SMALL, ("x",), ("out0",),
+    liger=lambda liger: liger.liger_softmax, bar=LONG_ROWS,
+)  # fmt: skip
+CROSS_ENTROPY = Case(
+    "cross-entropy", cross_entropy, make_logits, {"rows": 4096, "columns": 128256},
+    {"rows": 16, "columns": 1000}, ("logits",), ("logits", "target"),
+    liger=lambda liger: liger.liger_cross_entropy, bar=LONG_ROWS,
+)  # fmt: skip
+GROUP_NORM = Case(
+    "GroupNorm + SiLU", group_norm_silu, IMAGE, {"batch": 32, "channels": 320, "side": 64},
+    {"batch": 2, "channels": 64, "side": 8}, IMAGE_NAMES, IMAGE_NAMES, bar=ODD_NORMS,
+)  # fmt: skip
 
 CASES: tuple[Case, ...] = (
+    BIAS_GELU,
     Case(
-        "bias + GELU(tanh)", bias_gelu, rows_and("bias"),
-        {"rows": 65536, "columns": 4096}, SMALL, ("x", "bias"), ("x", "bias"),
+        "SwiGLU", swiglu, tensors(gate=ROW, up=ROW), {"rows": 16384, "columns": 8192}, SMALL,
+        ("gate", "up"), ("gate", "up"), liger=lambda liger: liger.liger_swiglu,
     ),
+    LAYER_NORM,
+    RMS_NORM,
     Case(
-        "SwiGLU", swiglu, rows_and(tensors=("gate", "up")),
-        {"rows": 16384, "columns": 8192}, SMALL, ("gate", "up"), ("gate", "up"),
-        liger=lambda liger: liger.liger_swiglu,
-    ),
-    Case(
-        "LayerNorm", layer_norm, rows_and("weight", "bias"),
-        {"rows": 65536, "columns": 4096}, SMALL, ("x", "weight", "bias"), ("x", "weight"),
-        liger=lambda liger: lambda x, w, b: liger.liger_layer_norm(x, w, b, EPS),
-    ),
-    Case(
-        "RMSNorm written out", rms_norm, rows_and("weight"),
-        {"rows": 65536, "columns": 4096}, SMALL, ("x", "weight"), ("x", "weight"),
-        liger=lambda liger: lambda x, w: liger.liger_rms_norm(x, w, EPS),
-    ),
-    Case(
-        "residual add + RMSNorm, 2 outputs", add_rms_norm, rows_and("weight", tensors=("x", "residual")),
+        "residual add + RMSNorm, 2 outputs", add_rms_norm, tensors(x=ROW, residual=ROW, weight="columns"),
         {"rows": 65536, "columns": 4096}, SMALL, ("x", "residual", "weight"), ("out1", "weight"),
         unwritten=("residual",),
         liger=lambda liger: lambda x, r, w: liger.liger_fused_add_rms_norm(x, r, w, EPS),
     ),
-    Case(
-        "bias + dropout + residual + LayerNorm", bias_dropout_residual_norm,
-        rows_and("bias", "weight", "shift", tensors=("x", "residual")),
-        {"rows": 131072, "columns": 1024}, SMALL,
-        ("x", "bias", "residual", "weight", "shift"), ("x", "residual", "bias", "weight"), bar=DROPOUT,
-    ),
+    DROPOUT_NORM,
     Case(
         "scale + mask + softmax", scale_mask_softmax, make_scores,
         {"batch": 16, "heads": 16, "length": 1024}, {"batch": 2, "heads": 2, "length": 64},
         ("scores",), ("out0",),
     ),
-    Case(
-        "softmax", softmax, rows_and(),
-        {"rows": 4096, "columns": 32768}, SMALL, ("x",), ("out0",),
-        liger=lambda liger: liger.liger_softmax, bar=LONG_ROWS,
-    ),
-    Case(
-        "cross-entropy", cross_entropy, make_logits,
-        {"rows": 4096, "columns": 128256}, {"rows": 16, "columns": 1000}, ("logits",), ("logits", "target"),
-        liger=lambda liger: liger.liger_cross_entropy, bar=LONG_ROWS,
-    ),
+    SOFTMAX,
+    CROSS_ENTROPY,
     Case(
         "RoPE on Q and K", rope, make_rope,
         {"batch": 4, "length": 2048, "heads": 32, "kv_heads": 8, "width": 64},
@@ -179,12 +172,8 @@ CASES: tuple[Case, ...] = (
         liger=lambda liger: lambda q, k, cos, sin: liger.liger_rope(q, k, cos[0], sin[0]),
     ),
     Case(
-        "4 x (tanh, sigmoid, mul, sub)", chain, rows_and(tensors=("x", "y")),
-        {"rows": 16384, "columns": 8192}, SMALL, ("x", "y"), ("x", "y"),
+        "4 x (tanh, sigmoid, mul, sub)", chain, tensors(x=ROW, y=ROW), {"rows": 16384, "columns": 8192},
+        SMALL, ("x", "y"), ("x", "y"),
     ),
-    Case(
-        "GroupNorm + SiLU", group_norm_silu, make_image,
-        {"batch": 32, "channels": 320, "side": 64}, {"batch": 2, "channels": 64, "side": 8},
-        ("x", "weight", "bias"), ("x", "weight", "bias"), bar=ODD_NORMS,
-    ),
+    GROUP_NORM,
 )  # fmt: skip

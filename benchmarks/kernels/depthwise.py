@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.harness.record import Record
 from benchmarks.kernels import measure as kernels
-from benchmarks.kernels.case import Case
+from benchmarks.kernels.case import Case, Make
 
 DEPTHWISE, POOLING = "depthwise", "pooling"
 # images, their height and width, channels, kernel, stride
@@ -29,6 +29,14 @@ IMAGES = (
 )  # fmt: skip
 
 
+def convolution(stride: int, kernel: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def silu_of_convolution(x: Tensor, weight: Tensor) -> Tensor:
+        function = F.conv1d if x.ndim == 3 else F.conv2d
+        return F.silu(function(x, weight, None, stride, kernel // 2, 1, x.shape[1]))
+
+    return silu_of_convolution
+
+
 def images(n: int, side: int, channels: int, kernel: int) -> dict[str, Tensor]:
     x = torch.randn(n, channels, side, side).contiguous(memory_format=torch.channels_last)
     return {"x": x, "weight": torch.randn(channels, 1, kernel, kernel) / kernel}
@@ -38,30 +46,19 @@ def sequences(n: int, length: int, channels: int, kernel: int) -> dict[str, Tens
     return {"x": torch.randn(n, channels, length), "weight": torch.randn(channels, 1, kernel) / kernel}
 
 
-def convolution(stride: int, kernel: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def silu_of_convolution(x: Tensor, weight: Tensor) -> Tensor:
-        function = F.conv1d if x.ndim == 3 else F.conv2d
-        return F.silu(function(x, weight, None, stride, kernel // 2, 1, x.shape[1]))
-
-    return silu_of_convolution
+def depthwise_case(name: str, make: Make, stride: int, sizes: dict[str, int], quick_n: int) -> Case:
+    both = ("x", "weight")
+    fn = convolution(stride, sizes["kernel"])
+    return Case(name, fn, make, sizes, sizes | {"n": quick_n}, both, both, family=DEPTHWISE)
 
 
-def _image_case(n: int, side: int, channels: int, kernel: int, stride: int) -> Case:
+def image_case(n: int, side: int, channels: int, kernel: int, stride: int) -> Case:
     name = f"{n} x {side} x {side} x {channels}, {kernel} x {kernel}, stride {stride}"
     sizes = {"n": n, "side": side, "channels": channels, "kernel": kernel}
-    return Case(
-        name, convolution(stride, kernel), images, sizes, sizes | {"n": 2}, ("x", "weight"), ("x", "weight"),
-        family=DEPTHWISE,
-    )  # fmt: skip
+    return depthwise_case(name, images, stride, sizes, 2)
 
 
 Pool = Callable[[Tensor], Tensor]
-
-
-def _inside(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-
-
 # images, their height and width, channels, what pools them
 POOLS: dict[str, tuple[int, int, int, Pool]] = {
     "maxima 3 x 3 by 2, ResNet": (128, 112, 64, lambda x: F.max_pool2d(x, 3, 2, 1)),
@@ -69,9 +66,13 @@ POOLS: dict[str, tuple[int, int, int, Pool]] = {
     "maxima 3 x 3 by 2, Inception": (128, 35, 288, lambda x: F.max_pool2d(x, 3, 2)),
     "averages 2 x 2, DenseNet": (128, 56, 128, lambda x: F.avg_pool2d(x, 2)),
     "averages 3 x 3, Inception": (128, 35, 192, lambda x: F.avg_pool2d(x, 3, 1, 1)),
-    "averages 3 x 3, PoolFormer": (128, 56, 64, _inside),
-    "averages 3 x 3, PoolFormer, small": (128, 14, 320, _inside),
-}
+    "averages 3 x 3, PoolFormer": (
+        128, 56, 64, lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
+    ),
+    "averages 3 x 3, PoolFormer, small": (
+        128, 14, 320, lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
+    ),
+}  # fmt: skip
 
 
 def pictures(n: int, side: int, channels: int) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ def behind_norm(pool: Pool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return pooled
 
 
-def _pooling_case(name: str, gradient: bool) -> Case:
+def pooling_case(name: str, gradient: bool) -> Case:
     n, side, channels, pool = POOLS[name]
     sizes = {"n": n, "side": side, "channels": channels}
     wanted = ("x",) if gradient else ()
@@ -96,15 +97,12 @@ def _pooling_case(name: str, gradient: bool) -> Case:
     return Case(label, behind_norm(pool), pictures, sizes, sizes | {"n": 2}, wanted, read, family=POOLING)
 
 
-SIZES = {"n": 32, "length": 1000, "channels": 512, "kernel": 31}
+SEQUENCES = {"n": 32, "length": 1000, "channels": 512, "kernel": 31}
 CASES = (
-    *(_image_case(*shape) for shape in IMAGES),
-    Case(
-        "32 x 512 x 1000, 31", convolution(1, 31), sequences, SIZES, SIZES | {"n": 1}, ("x", "weight"),
-        ("x", "weight"), family=DEPTHWISE,
-    ),
-    *(_pooling_case(name, gradient) for name in POOLS for gradient in (False, True)),
-)  # fmt: skip
+    *(image_case(*shape) for shape in IMAGES),
+    depthwise_case("32 x 512 x 1000, 31", sequences, 1, SEQUENCES, 1),
+    *(pooling_case(name, gradient) for name in POOLS for gradient in (False, True)),
+)
 
 
 def main(options: argparse.Namespace) -> Record:

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.kernels.block_scaled import BLOCK_SCALED_CASES
-from benchmarks.kernels.case import FIRST_TABLE, LONG_ROWS, UNFRIENDLY, Case
-from benchmarks.kernels.clusters import (
-    CASES,
-    bias_gelu,
-    cross_entropy,
-    layer_norm,
-    make_logits,
-    rms_norm,
-    rows_and,
-    softmax,
-)
-from benchmarks.kernels.families import FAMILIES, rows_of
+from benchmarks.kernels.case import FIRST_TABLE, LONG_ROWS, UNFRIENDLY, Case, Make
+from benchmarks.kernels.clusters import BIAS_GELU, CASES, CROSS_ENTROPY, LAYER_NORM, SOFTMAX
+from benchmarks.kernels.families import FAMILIES, RMS_ROWS, rows_of, variant
 from benchmarks.kernels.matvec import MATVEC_CASES
-
-Make = Callable[..., dict[str, Tensor]]
 
 # The neighbour is the friendly width that is nearest by ratio.
 FRIENDLY_WIDTHS = (1024, 4096, 8192, 65536)
 UNFRIENDLY_WIDTHS: Mapping[int, int] = {1000: 1024, 3072: 4096, 5120: 4096, 11008: 8192, 50257: 65536}
-
-KINDS: tuple[Case, ...] = (
-    Case("bias + GELU", bias_gelu, rows_and("bias"), {}, {}, ("x", "bias"), ("x", "bias")),
-    Case("RMSNorm", rms_norm, rows_and("weight"), {}, {}, ("x", "weight"), ("x", "weight")),
-    Case("softmax", softmax, rows_and(), {}, {}, ("x",), ("out0",)),
-)
-SWEPT: tuple[Case, ...] = (
-    Case("softmax", softmax, rows_and(), {}, {}, ("x",), ("out0",)),
-    Case(
-        "LayerNorm", layer_norm, rows_and("weight", "bias"), {}, {}, ("x", "weight", "bias"), ("x", "weight")
-    ),
-    Case("RMSNorm", rms_norm, rows_and("weight"), {}, {}, ("x", "weight"), ("x", "weight")),
-    Case("cross-entropy", cross_entropy, make_logits, {}, {}, ("logits",), ("logits", "target")),
-)
 SWEEP_WIDTHS = tuple(round(256 * 2 ** (step / 2)) for step in range(21))
 SWEEP_ELEMENTS = 1 << 26
 
@@ -59,10 +35,9 @@ def shifted(make: Make) -> Make:
 def unfriendly(kind: Case) -> Iterator[Case]:
     """The friendly widths, held to the bar of rows of their length, and what lies beside them."""
 
-    def at(label: str, sizes: dict[str, int], **changes: object) -> Case:
+    def at(label: str, sizes: dict[str, int], **changes: Any) -> Case:
         quick = {"rows": min(sizes["rows"], 6), "columns": max(13, sizes["columns"] // 64)}
-        named = replace(kind, name=f"{kind.name}, {label}", family=UNFRIENDLY, sizes=sizes, quick=quick)
-        return replace(named, **changes)  # pyright: ignore[reportArgumentType]
+        return variant(kind, f"{kind.name}, {label}", UNFRIENDLY, sizes, quick=quick, **changes)
 
     rowwise = kind.name != "bias + GELU"
     for columns in FRIENDLY_WIDTHS:
@@ -81,29 +56,22 @@ def unfriendly(kind: Case) -> Iterator[Case]:
 
 
 def sweep() -> tuple[Case, ...]:
-    """Each of SWEPT at each width; every tensor has about the same number of elements."""
+    """Each kind of row at each width; every tensor has about the same number of elements."""
     return tuple(
-        replace(
-            kind,
-            name=f"{kind.name}, {columns} wide",
-            family=kind.name,
-            sizes=rows_of(columns, SWEEP_ELEMENTS),
+        variant(
+            kind, f"{kind.name}, {columns} wide", kind.name, rows_of(columns, SWEEP_ELEMENTS),
             quick={"rows": 3, "columns": max(7, columns // 256)},
         )
-        for kind in SWEPT
+        for kind in (SOFTMAX, LAYER_NORM, RMS_ROWS, CROSS_ENTROPY)
         for columns in SWEEP_WIDTHS
-    )
+    )  # fmt: skip
 
 
-UNFRIENDLY_CASES: tuple[Case, ...] = tuple(case for kind in KINDS for case in unfriendly(kind))
-
-
-def once(*cases: Case) -> tuple[Case, ...]:
-    """The first of each name: rows of 65536 are long rows, and somebody's friendly neighbour."""
-    found: dict[str, Case] = {}
-    for case in cases:
-        found.setdefault(case.name, case)
-    return tuple(found.values())
-
-
-ALL_CASES = once(*CASES, *FAMILIES, *BLOCK_SCALED_CASES, *MATVEC_CASES, *UNFRIENDLY_CASES)
+UNFRIENDLY_CASES = (
+    case for kind in (replace(BIAS_GELU, name="bias + GELU"), RMS_ROWS, SOFTMAX) for case in unfriendly(kind)
+)
+# The first of each name: rows of 65536 are long rows, and somebody's friendly neighbour.
+_BY_NAME: dict[str, Case] = {}
+for _case in (*CASES, *FAMILIES, *BLOCK_SCALED_CASES, *MATVEC_CASES, *UNFRIENDLY_CASES):
+    _BY_NAME.setdefault(_case.name, _case)
+ALL_CASES = tuple(_BY_NAME.values())
