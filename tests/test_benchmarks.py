@@ -22,7 +22,7 @@ import fusion_compiler as fc
 from benchmarks.__main__ import parse
 from benchmarks.decoding import decode
 from benchmarks.decoding.decoders import DECODERS
-from benchmarks.harness import energy
+from benchmarks.harness import cells, energy
 from benchmarks.harness.accuracy import (
     chance,
     error_of,
@@ -32,7 +32,8 @@ from benchmarks.harness.accuracy import (
     worst_ratio,
 )
 from benchmarks.harness.processes import in_turn
-from benchmarks.harness.record import ROOT, Record, geometric_mean, table
+from benchmarks.harness.record import ROOT, Record
+from benchmarks.harness.tables import geometric_mean, table
 from benchmarks.harness.timing import OverBudgetError, budget, busy, kind_of, median_by_repetition
 from benchmarks.kernels import measure as kernels
 from benchmarks.kernels.bars import cliffs, rank_correlation, show_summary, summarize, verdict
@@ -509,7 +510,7 @@ def test_a_run_that_was_cut_goes_on(
             begun.append(task["contender"])
             yield {"ms": 1.0, "of copy": 0.9, "launches": 1}
 
-    monkeypatch.setattr(optimizer, "in_turn", in_turn)
+    monkeypatch.setattr(cells, "in_turn", in_turn)
     monkeypatch.setenv("BENCH_COMMIT", "one")
     chosen = ("--filter", "parameters.*AdamW", "--json", str(tmp_path / "cells.json"), "--resume")
     for left in (3, 1, 0):
@@ -522,10 +523,10 @@ def test_a_run_that_was_cut_goes_on(
 
 
 def test_what_compiles_goes_first(tmp_path: Path) -> None:
-    tasks = optimizer.in_order(list(optimizer.tasks_of(options(tmp_path, "optimizer", "--filter", "AdamW"))))
-    first = [(task.workload, task.contender) for task in tasks[:16]]
+    order = optimizer.in_order(optimizer.cells_of(options(tmp_path, "optimizer", "--filter", "AdamW")))
+    first = [(cell.task["workload"], cell.contender) for cell in order[:16]]
     assert {(n, c) for n in range(5) for c in ("torch.compile", "for-loop")} == set(first[:10])
-    assert {c for _, c in first[10:]} == {"compiled step"} and len(tasks) == 50
+    assert {c for _, c in first[10:]} == {"compiled step"} and len(order) == 50
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:
@@ -571,7 +572,7 @@ def test_a_decoding_step_is_measured_and_resumed(
         begun.extend(task["contender"] for task in tasks)
         return iter(())
 
-    monkeypatch.setattr(decode, "in_turn", in_turn)
+    monkeypatch.setattr(cells, "in_turn", in_turn)
     decode.main(options(tmp_path, *chosen))
     assert begun == []
     monkeypatch.setenv("BENCH_COMMIT", "two")
@@ -627,7 +628,7 @@ def test_bars_of_decoding() -> None:
 
 @not_before((2, 13), "Triton 3.6, which comes with it, interprets no loop until a loaded number")
 def test_the_persistent_kernel_computes_the_layers() -> None:
-    command = [sys.executable, "-m", "benchmarks.decoding.persistent", "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "persistent", "--quick"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     errors = [float(x) for x in re.findall(r"error (\S+)", ran.stdout)]

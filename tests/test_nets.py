@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 from benchmarks.harness.accuracy import chance, ratios_to_eager
-from benchmarks.harness.record import geometric_mean
+from benchmarks.harness.tables import geometric_mean
 from benchmarks.models.measure import cast
 from benchmarks.models.nets import NETS
 from benchmarks.models.workloads import Batch, Workload, gradient_for, result_of, step

@@ -1,6 +1,6 @@
 """One measurement of `python -m benchmarks compile-time`: a model's first compiled step, stage by stage.
 
-    python -m benchmarks.first_step '{"workload": 0, "layers": 12, "contender": "ours", ...}'
+    python -m benchmarks.compile_time.first_step '{"workload": 0, "layers": 12, "contender": "ours", ...}'
 
 The process has imported nothing of PyTorch's at first. What counts begins when the model is there and has
 done a step in eager: the compiler's own imports, compiling, loading, and the step itself.

@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import compileall
 import functools
+import itertools
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
+from benchmarks.harness import tables
 from benchmarks.harness.processes import ROOT, in_turn
-from benchmarks.harness.record import Record, environment, figure, geometric_mean, table
+from benchmarks.harness.record import Record, begin
+from benchmarks.harness.tables import Bar, Row, at_most, cell_of, figure, geometric_mean, over
 from benchmarks.models.workloads import WORKLOADS
 
-Row = Mapping[str, Any]
 KINDS = ("cold", "warm")
 MODELS = ("BERT-large 12", "GPT-2", "Llama 8 layers of the 1B shape, train", "ViT")  # how their names begin
 DEPTHS = (2, 4, 8, 32)  # of the first of them
@@ -35,19 +35,14 @@ DEEP = 1.5  # times the cold seconds of 4 layers, with 32
 
 def rows_of(pattern: str) -> Iterator[dict[str, Any]]:
     """A row without figures for each model and depth whose name matches."""
-    for begin in MODELS:
-        number = next(i for i, w in enumerate(WORKLOADS) if w.name.startswith(begin))
+    for model in MODELS:
+        number = next(i for i, w in enumerate(WORKLOADS) if w.name.startswith(model))
         own = WORKLOADS[number].sizes["layers"]
-        for layers in sorted({own, *DEPTHS}) if begin == MODELS[0] else (own,):
-            name = f"{begin.split()[0]}, {layers} layers"
+        for layers in sorted({own, *DEPTHS}) if model == MODELS[0] else (own,):
+            name = f"{model.split()[0]}, {layers} layers"
             if re.search(pattern, name):
-                yield {
-                    "workload": name,
-                    "number": number,
-                    "layers": layers,
-                    "own": layers == own,
-                    "cells": {},
-                }
+                row = {"workload": name, "number": number, "layers": layers, "own": layers == own}
+                yield row | {"cells": {}}
 
 
 def measure(row: dict[str, Any], contender: str, options: argparse.Namespace) -> None:
@@ -72,59 +67,50 @@ def describe(cell: Row) -> str:
 
 
 def figure_of(row: Row | None, contender: str, kind: str, key: str = WALL) -> float | None:
-    return None if row is None else row["cells"].get(contender, {}).get(kind, {}).get(key)
+    return None if row is None else cell_of(row, contender).get(kind, {}).get(key)
 
 
-def bars(rows: Sequence[Row], key: str = WALL) -> Iterator[tuple[str, float, bool]]:
-    """(what, the figure, whether it is met), for what was measured."""
+def bars(rows: Sequence[Row], key: str = WALL) -> Iterator[Bar]:
     seconds = functools.partial(figure_of, key=key)
-    for row in rows:
-        for kind in KINDS:
-            ours, theirs = (seconds(row, name, kind) for name in ("ours", "compile"))
-            if ours is not None and theirs is not None:
-                what = f"{row['workload']}, {kind}: of torch.compile's seconds <= {SHARE}"
-                yield what, ours / theirs, ours / theirs <= SHARE
+    for row, kind in itertools.product(rows, KINDS):
+        share = over(seconds(row, "ours", kind), seconds(row, "compile", kind))
+        yield from at_most(f"{row['workload']}, {kind}: of torch.compile's seconds", share, SHARE)
     named = {row["workload"]: row for row in rows}
     own = next((r for r in rows if r["own"] and r["workload"].startswith("BERT")), None)
-    if (warm := seconds(own, "ours", "warm")) is not None:
-        yield f"BERT-large warm, seconds <= {WARM_SECONDS}", warm, warm <= WARM_SECONDS
+    yield from at_most("BERT-large warm, seconds", seconds(own, "ours", "warm"), WARM_SECONDS)
     few, many = (seconds(named.get(f"BERT-large, {n} layers"), "ours", "cold") for n in (4, 32))
-    if few is not None and many is not None:
-        yield f"cold, 32 layers / 4 layers <= {DEEP}", many / few, many / few <= DEEP
+    yield from at_most("cold, 32 layers / 4 layers", over(many, few), DEEP)
 
 
 def show(rows: Sequence[Row], key: str = WALL) -> str:
     """key: "seconds" on the clock, or of the "processor", which others who use the machine change less."""
-    names = [*dict.fromkeys(name for row in rows for name in row["cells"])]
-    header = [
-        f"first step, {'processor ' if key != WALL else ''}seconds",
-        *(f"{name} {kind}" for name in names for kind in KINDS),
-    ]
+    names = dict.fromkeys(name for row in rows for name in row["cells"])
+    columns = [*itertools.product(names, KINDS)]
+    header = [f"first step, {'processor ' if key != WALL else ''}seconds", *(" ".join(c) for c in columns)]
     lines = [
-        [row["workload"], *(figure(figure_of(row, n, kind, key), ".1f") for n in names for kind in KINDS)]
+        [row["workload"], *(figure(figure_of(row, *column, key), ".1f") for column in columns)]
         for row in rows
     ]
     held = [*bars(rows, key)]
-    missed = [f"  not {what}: {value:.2f}" for what, value, met in held if not met]
-    met = f"{len(held) - len(missed)} of {len(held)} bars met"
-    return "\n".join([table(header, lines), met if held else "", *missed])
+    missed = [f"  not {line}" for line in tables.missed(held)]
+    return "\n".join([tables.table(header, lines), tables.counted(held) if held else "", *missed])
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record("compile-time", environment(torch.device(options.device)), options.json)
+    record = begin("compile-time", options)
     only = options.only or ("^ours$" if options.device == "cpu" else "")
     names = [name for name in ("compile", "ours") if re.search(only, name)]
     compileall.compile_dir(ROOT / "fusion_compiler", quiet=1)
     for row in rows_of(options.filter):
         print(row["workload"], flush=True)
-        record.rows.append(row)
+        row = record.row({"workload": row["workload"]}, **{n: v for n, v in row.items() if n != "cells"})
         for name in names:
             measure(row, name, options)
             record.write()
     for kind in KINDS:
-        pairs = [(figure_of(r, "compile", kind), figure_of(r, "ours", kind)) for r in record.rows]
-        if found := [theirs / ours for theirs, ours in pairs if theirs is not None and ours is not None]:
-            record.summary[f"{kind}: compile / ours"] = geometric_mean(found)
+        pairs = ((figure_of(r, "compile", kind), figure_of(r, "ours", kind)) for r in record.rows)
+        if mean := geometric_mean(over(*pair) for pair in pairs):
+            record.summary[f"{kind}: compile / ours"] = mean
     record.write()
     print("\n" + show(record.rows, "processor" if options.device == "cpu" else WALL))
     return record

@@ -9,18 +9,18 @@ moves in a ms, reads and writes counted. With --jobs 8 eight compile side by sid
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+from benchmarks.harness import tables
+from benchmarks.harness.cells import fill
+from benchmarks.harness.record import Record, begin
+from benchmarks.harness.tables import Bar, Column, Row, at_least, at_most, cell_of, figure, over, timed, value
+from benchmarks.harness.timing import yardstick_of
+from benchmarks.models.measure import cells_of
+from benchmarks.models.steps import CONTENDERS, PEERS
 
-from benchmarks.harness.processes import in_turn
-from benchmarks.harness.record import Record, environment, figure, table
-from benchmarks.harness.timing import Yardstick
-from benchmarks.models.measure import ALL, Task, tasks_of
-from benchmarks.models.steps import CONTENDERS, PEERS, without_empty
-
-Row = Mapping[str, Any]
 FIRST = "Llama-1B, batch 1, one token"
 MS = 0.72  # of that row
 OF_COPY, OF_QUANTISED = 0.80, 0.70
@@ -28,7 +28,7 @@ FASTER = 1.4  # than the best form of torch.compile, by wall time
 BATCH = 1.1  # times the first row, of up to eight sequences
 
 
-def share(cell: Row, bandwidth: float) -> float | None:
+def share(cell: Mapping[str, Any], bandwidth: float) -> float | None:
     """Of the copy bandwidth (bytes a second)."""
     if "token_bytes" not in cell or "step_ms" not in cell:
         return None
@@ -37,34 +37,28 @@ def share(cell: Row, bandwidth: float) -> float | None:
 
 def ratio(row: Row) -> float | None:
     """Wall time of the best form of torch.compile over ours."""
-    theirs = [c["step_ms"] for n in PEERS if "step_ms" in (c := row["cells"].get(n, {}))]
-    ours = row["cells"].get("ours", {})
-    return min(theirs) / ours["step_ms"] if theirs and "step_ms" in ours else None
+    return over(value(row, PEERS, "step_ms"), value(row, "ours", "step_ms"))
 
 
-def bars(rows: Sequence[Row], bandwidth: float) -> Iterator[tuple[str, float, bool]]:
-    """(what, the figure, whether it is met), for what was measured."""
-    first = next((row["cells"].get("ours", {}) for row in rows if row["case"] == FIRST), {})
+def bars(rows: Sequence[Row], bandwidth: float) -> Iterator[Bar]:
+    first = next((cell_of(row, "ours") for row in rows if row["case"] == FIRST), {})
     for row in rows:
-        name, ours = row["case"], row["cells"].get("ours", {})
+        name, ours = row["case"], cell_of(row, "ours")
         drawn = share(ours, bandwidth)
         if drawn is None:
             continue
         if name == FIRST:
-            yield f"{name}: ms <= {MS}", ours["step_ms"], ours["step_ms"] <= MS
+            yield from at_most(f"{name}: ms", ours["step_ms"], MS)
         if name.startswith("Llama-1B, batch") and name != FIRST and "step_ms" in first:
-            over = ours["step_ms"] / first["step_ms"]
-            yield f"{name}: times batch 1 <= {BATCH}", over, over <= BATCH
+            yield from at_most(f"{name}: times batch 1", ours["step_ms"] / first["step_ms"], BATCH)
         else:
             least = OF_QUANTISED if any(kind in name for kind in ("int8", "float8", "int4")) else OF_COPY
-            yield f"{name}: of the copy bandwidth >= {least}", drawn, drawn >= least
-        if (faster := ratio(row)) is not None:
-            yield f"{name}: x torch.compile >= {FASTER}", faster, faster >= FASTER
-        if "error_to_eager" in ours:
-            yield f"{name}: error / eager's <= 1", ours["error_to_eager"], ours["error_to_eager"] <= 1
+            yield from at_least(f"{name}: of the copy bandwidth", drawn, least)
+        yield from at_least(f"{name}: x torch.compile", ratio(row), FASTER)
+        yield from at_most(f"{name}: error / eager's", ours.get("error_to_eager"), 1)
 
 
-def described(cell: Row, bandwidth: float) -> str:
+def described(cell: Mapping[str, Any], bandwidth: float) -> str:
     if "failed" in cell:
         return cell["failed"]
     error = f", error/eager {cell['error_to_eager']:.2f}" if "error_to_eager" in cell else ""
@@ -74,65 +68,27 @@ def described(cell: Row, bandwidth: float) -> str:
     return f"{times}, {drawn}, first {cell['first_step_s']:.1f} s{joules}{error}"
 
 
-def lines(rows: Sequence[Row], bandwidth: float) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table, without empty columns."""
-
-    def time(cell: Row) -> str:
-        if "failed" in cell:
-            return "failed"
-        return f"{cell['step_ms']:.3f} ({cell['gpu_ms']:.3f})" if "step_ms" in cell else "-"
-
-    ours = [row["cells"].get("ours", {}) for row in rows]
-    table_lines = [
-        [
-            row["case"],
-            *(time(row["cells"].get(n, {})) for n in CONTENDERS),
-            figure(own.get("host_ms")),
-            figure(share(own, bandwidth)),
-            figure(ratio(row)),
-            figure(own.get("joules"), ".3f"),
-            figure(own.get("error_to_eager")),
-        ]
-        for row, own in zip(rows, ours, strict=True)
-    ]
-    names = (f"{n} ms (GPU)" for n in CONTENDERS)
-    header = ["a token", *names, "host ms", "of copy", "x best compile", "joules", "error"]
-    return without_empty(header, table_lines)
-
-
-def show(rows: Sequence[Row], bandwidth: float) -> str:
-    held = list(bars(rows, bandwidth))
-    verdicts = [[what, f"{value:.2f}", "met" if met else "MISSED"] for what, value, met in held]
-    counted = f"{sum(met for *_, met in held)} of {len(held)} bars met"
-    return "\n\n".join([table(*lines(rows, bandwidth)), table(["bar", "figure", ""], verdicts), counted])
-
-
-def is_known(record: Record, task: Task) -> bool:
-    """Whether a resumed run keeps a cell: a peer's figure, ours of this commit."""
-    cell = record.row(ALL[task.workload].name, "token")["cells"].get(task.contender, {})
-    return "step_ms" in cell and (
-        task.contender != "ours" or cell.get("commit") == record.environment["commit"]
+def columns(bandwidth: float) -> tuple[Column, ...]:
+    return (
+        ("a token", lambda row: row["case"]),
+        *((f"{n} ms (GPU)", lambda row, n=n: timed(cell_of(row, n), ".3f")) for n in CONTENDERS),
+        ("host ms", lambda row: figure(value(row, "ours", "host_ms"))),
+        ("of copy", lambda row: figure(share(cell_of(row, "ours"), bandwidth))),
+        ("x best compile", lambda row: figure(ratio(row))),
+        ("joules", lambda row: figure(value(row, "ours", "joules"), ".3f")),
+        ("error", lambda row: figure(value(row, "ours", "error_to_eager"))),
     )
 
 
+def show(rows: Sequence[Row], bandwidth: float) -> str:
+    text = tables.table(*tables.lines_of(columns(bandwidth), rows))
+    return text + "\n\n" + tables.verdicts(bars(rows, bandwidth))
+
+
 def main(options: argparse.Namespace) -> Record:
-    device = torch.device(options.device)
-    bandwidth = Yardstick(device, 1 << 24 if options.quick else 1 << 30).bandwidth
-    record = Record("decode", environment(device) | {"copy_bandwidth": bandwidth}, options.json)
-    if options.resume:
-        record.resume()
-    tasks = [task for task in tasks_of(options) if not is_known(record, task)]
-    given, jobs = [vars(task) for task in tasks], options.jobs or 1
-    cells = in_turn("benchmarks.models.measure", given, options.budget, jobs, within=options.within)
-    done = 0
-    for task, cell in zip(tasks, cells, strict=False):
-        name = ALL[task.workload].name
-        row = record.row(name, "token")
-        row["cells"][task.contender] = cell | {"commit": record.environment["commit"]}
-        record.write()
-        print(f"{name}, {task.contender}: {described(cell, bandwidth)}", flush=True)
-        done += 1
+    bandwidth = yardstick_of(options).bandwidth
+    record = begin("decode", options, copy_bandwidth=bandwidth)
+    describe = functools.partial(described, bandwidth=bandwidth)
+    fill(record, cells_of(options), "step_ms", "benchmarks.models.measure", options, describe)
     print("\n" + show(record.rows, bandwidth))
-    for task in tasks[done:]:
-        print(f"not measured: {ALL[task.workload].name}, {task.contender}")
     return record

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.models.workloads import Batch, Decoder, Workload, llama_model, tokens
+from benchmarks.models.workloads import (
+    Batch,
+    Decoder,
+    Workload,
+    from_config,
+    gpt2_model,
+    grouped_model,
+    llama_model,
+    tokens,
+)
 
 
 def llama(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
@@ -44,27 +54,20 @@ def long_context(batch: int, context: int, length: int, **shape: int) -> tuple[n
 
 
 class Int8Linear(nn.Module):
-    """As weight-only quantisation is written: a weight of int8, a scale for each of its rows."""
+    """As weight-only quantisation is written: a weight of int8 or float8, a scale for each of its rows."""
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, of: nn.Linear) -> None:
+    def __init__(self, of: nn.Linear, dtype: torch.dtype = torch.int8) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.randint(-127, 128, of.weight.shape, dtype=torch.int8))
+        weight = torch.randint(-127, 128, of.weight.shape, dtype=torch.int8)
+        self.register_buffer("weight", weight.to(dtype))
         scale = torch.rand(of.weight.shape[0]) / (64 * of.weight.shape[1] ** 0.5)
         self.register_buffer("scale", scale.to(of.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype)) * self.scale
-
-
-class Float8Linear(Int8Linear):
-    """The same in float8."""
-
-    def __init__(self, of: nn.Linear) -> None:
-        super().__init__(of)
-        self.weight = self.weight.to(torch.float8_e4m3fn)
 
 
 class Int4Linear(nn.Module):
@@ -91,7 +94,8 @@ class Int4Linear(nn.Module):
 def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
     """kind: 0 for int8, 1 for float8, 2 for int4; the head is of the embedding, and stays as it is."""
     decoder, made = llama(batch, context, length, **shape)
-    linear = (Int8Linear, Float8Linear, Int4Linear)[kind]
+    float8 = functools.partial(Int8Linear, dtype=torch.float8_e4m3fn)
+    linear = (Int8Linear, float8, Int4Linear)[kind]
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name != "lm_head":
@@ -99,37 +103,20 @@ def quantised(kind: int, batch: int, context: int, length: int, **shape: int) ->
     return decoder, made
 
 
-def qwen3(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"], head_dim=shape["head"], max_position_embeddings=length,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return decoding(Qwen3ForCausalLM(config), batch, context, length, shape["vocabulary"])
+def qwen3(batch: int, context: int, length: int, head: int, **shape: int) -> tuple[nn.Module, Batch]:
+    more: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    model = grouped_model("Qwen3", length, head_dim=head, **shape, **more)
+    return decoding(model, batch, context, length, shape["vocabulary"])
 
 
 def mixtral(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["inner"],
-        num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"], max_position_embeddings=length, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return decoding(MixtralForCausalLM(config), batch, context, length, shape["vocabulary"])
+    model = grouped_model("Mixtral", length, bos_token_id=0, eos_token_id=0, **shape)
+    return decoding(model, batch, context, length, shape["vocabulary"])
 
 
 def gpt2(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=shape["vocabulary"], n_positions=length, n_embd=shape["hidden"], n_layer=shape["layers"],
-        n_head=shape["heads"], bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return decoding(GPT2LMHeadModel(config), batch, context, length, shape["vocabulary"])
+    shape = {name: shape[name] for name in ("hidden", "layers", "heads", "vocabulary")}
+    return decoding(gpt2_model(length, **shape), batch, context, length, shape["vocabulary"])
 
 
 class T5Decoder(Decoder):
@@ -168,17 +155,17 @@ class T5Decoder(Decoder):
         return super().token_bytes() - unread + beside
 
 
-def t5(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=shape["vocabulary"], d_model=shape["hidden"], d_kv=shape["hidden"] // shape["heads"],
-        d_ff=4 * shape["hidden"], num_layers=shape["layers"], num_heads=shape["heads"],
+def t5(
+    batch: int, context: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int,
+    encoded: int, **_: int,
+) -> tuple[nn.Module, Batch]:  # fmt: skip
+    model = from_config(
+        "T5:ForConditionalGeneration", vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads,
+        d_ff=4 * hidden, num_layers=layers, num_heads=heads,
     )  # fmt: skip
-    encoded = torch.randn(batch, shape["encoded"], shape["hidden"])
-    prompt = tokens(shape["vocabulary"], batch, context)
-    decoder = T5Decoder(T5ForConditionalGeneration(config), prompt, length, encoded)
-    return decoder, {"input_ids": tokens(shape["vocabulary"], batch, 1)}
+    states = torch.randn(batch, encoded, hidden)
+    decoder = T5Decoder(model, tokens(vocabulary, batch, context), length, states)
+    return decoder, {"input_ids": tokens(vocabulary, batch, 1)}
 
 
 ROOM = {"context": 1024, "length": 1536}

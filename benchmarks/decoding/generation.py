@@ -1,19 +1,18 @@
-"""python -m benchmarks.generation: transformers' own `generate` with a static cache, by tokens a second.
+"""python -m benchmarks generation: transformers' own `generate` with a static cache, by tokens a second.
 
 A token's time is what more tokens take, so that the prompt is not in it: the median, over rounds, of the
 difference between two lengths over the difference of these. `eager` and `transformers` are the model as it
 is, without and with the torch.compile that `generate` applies by itself where a cache is static; `ours` is
 `fusion_compiler.compile(model)`, and `step` a call of such a model beside a cache, in a run that nobody
 waits for. Greedy, bfloat16, weights of a Llama-1B shape, a prompt of 1024. Needs a GPU; with --quick it tries
-itself.
-
-    python -m benchmarks.generation [--only ours] [--quick]
+itself. --only matches these names.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from benchmarks.models.workloads import Decoder, llama_model, tokens
 FEW, MANY = 16, 144  # tokens of the two lengths
 ROUNDS = 5
 PROMPT = 1024
-NAMES = ("ours", "step", "loop", "eager", "transformers")
 
 
 def seconds_of_a_token(model: Any, prompt: torch.Tensor, **options: Any) -> float:
@@ -90,21 +88,17 @@ def seconds_of_the_loop(model: Any, prompt: torch.Tensor) -> float:
         del model.forward
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=NAMES, action="append")
-    parser.add_argument("--quick", action="store_true", help="tiny, on the CPU")
-    given = parser.parse_args()
-    device = torch.device("cpu" if given.quick else "cuda")
-    wanted = ("batch", "context", "length")
-    shape = {k: v for k, v in QUICK.items() if k not in wanted} if given.quick else LLAMA_1B
-    context = QUICK["context"] if given.quick else PROMPT
+def main(options: argparse.Namespace) -> None:
+    quick = options.quick
+    device = torch.device("cpu" if quick else "cuda")
+    shape = {name: QUICK[name] for name in LLAMA_1B} if quick else LLAMA_1B
+    context = QUICK["context"] if quick else PROMPT
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:
         model = llama_model(context + MANY, **shape).eval()
         prompt = tokens(shape["vocabulary"], 1, context)
-    backend = "eager" if given.quick else "auto"
+    backend = "eager" if quick else "auto"
     measures: dict[str, Callable[[], float]] = {
         "ours": lambda: seconds_of_a_token(fc.compile(model, backend=backend), prompt),
         "step": lambda: seconds_of_a_step(model, fc.compile(model, backend=backend), prompt),
@@ -112,11 +106,7 @@ def main() -> None:
         "eager": lambda: seconds_of_a_token(model, prompt, disable_compile=True),
         "transformers": lambda: seconds_of_a_token(model, prompt),
     }
-    for name in given.only or NAMES:
+    for name in (name for name in measures if re.search(options.only, name)):
         torch._dynamo.reset()  # a length that another one had would make this one a symbol
         seconds = measures[name]()
         print(f"{name:14}{1e3 * seconds:8.3f} ms a token{1 / seconds:8.0f} tokens a second", flush=True)
-
-
-if __name__ == "__main__":
-    main()

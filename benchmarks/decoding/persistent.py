@@ -1,4 +1,4 @@
-"""python -m benchmarks.persistent: a Llama-1B shape's layers in one kernel that stays on the device.
+"""python -m benchmarks persistent: a Llama-1B shape's layers in one kernel that stays on the device.
 
 What one persistent kernel for a block could save is what lies between launches. This one is written by hand,
 without rotations and without writes into the cache, so that it has less to do than a model. One or two
@@ -6,9 +6,7 @@ programs of each multiprocessor go through every layer's six stages (norm and pr
 head in chunks of keys; chunks joined; output projection; norm, gate and up; down projection) and meet at a
 barrier behind each. `ahead` loads a stage's first part of its matrix before the barrier, `double` the next
 part while one is multiplied. The barrier is also timed by itself. Needs a GPU; --quick is one program, in
-Triton's interpreter, and checks the result alone.
-
-    python -m benchmarks.persistent [--quick]
+Triton's interpreter (TRITON_INTERPRET=1), and checks the result alone.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false
@@ -297,10 +295,8 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(samples)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one program, in Triton's interpreter")
-    quick: bool = parser.parse_args().quick
+def main(options: argparse.Namespace) -> None:
+    quick: bool = options.quick
     torch.manual_seed(0)
     made = Model.of(QUICK, "cpu", torch.float32) if quick else Model.of(Shape(), "cuda", torch.bfloat16)
     truth, s = made.truth(), made.shape
@@ -321,6 +317,3 @@ def main() -> None:
 
         print(f"a barrier of {shape.programs} programs: {microseconds(only) / BARRIERS:.2f} us")
 
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,10 @@
-"""python -m benchmarks.row_ranges: feed-forward layers for a number of rows that is only known at run time.
+"""python -m benchmarks row-ranges: feed-forward layers for a number of rows that is only known at run time.
 
 Eight layers of a Llama-1B shape (norm, gate and up, down, residual), bfloat16, no gradients. `any number`
 is `fusion_compiler.compile(model)` after calls of other numbers of rows, so that a plan of a range serves the
 call; `this number` is the same with `dynamic=False`; torch.compile, with its CUDA graphs, is called like the
 first. Wall time of a call in a run of sixty-four, median: kernels that start while others run have no time of
 their own. Each graph is compiled before it is timed. With --quick it tries itself.
-
-    python -m benchmarks.row_ranges [--quick]
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from benchmarks.harness.record import table
+from benchmarks.harness.tables import table
 from benchmarks.harness.timing import wall_time
 from benchmarks.models.measure import A_RUN
 
@@ -55,7 +53,8 @@ def measured(compiled: Any, device: torch.device, hidden: int, *, each_anew: boo
     return times
 
 
-def main(quick: bool) -> None:
+def main(options: argparse.Namespace) -> None:
+    quick: bool = options.quick
     device, backend = torch.device("cpu" if quick else "cuda"), "eager" if quick else "auto"
     hidden, inner, layers = (32, 64, 2) if quick else (2048, 8192, 8)
     model = nn.Sequential(*(Layer(hidden, inner) for _ in range(layers))).to(device, torch.bfloat16)
@@ -75,8 +74,3 @@ def main(quick: bool) -> None:
     print(table(["rows", *(f"{name} us" for name in given), "this / any"], lines))
     print(f"plans of any number: {len(list(given['any number'].plan))}")
 
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    main(parser.parse_args().quick)

@@ -1,14 +1,14 @@
-"""Results on disk and on the terminal."""
+"""Results on disk: rows of cells, with the command, commit and device that made them."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from benchmarks.harness.processes import ROOT
 
 
 def commit() -> str:
@@ -77,14 +77,19 @@ class Record:
         if self.path is not None and self.path.exists():
             self.rows = json.loads(self.path.read_text())["rows"]
 
-    def row(self, case: str, phase: str, **fields: Any) -> dict[str, Any]:
-        """The row of a case and phase, made where it is new; `fields` are written into it."""
-        found = next((r for r in self.rows if (r["case"], r["phase"]) == (case, phase)), None)
+    def row(self, key: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        """The row that has what `key` says, made where it is new; `fields` are written into it."""
+        found = next((r for r in self.rows if key.items() <= {n: r.get(n) for n in key}.items()), None)
         if found is None:
-            found = {"case": case, "phase": phase, "cells": {}}
+            found = {**key, "cells": {}}
             self.rows.append(found)
         found.update(fields)
         return found
+
+    def keeps(self, cell: Mapping[str, Any], contender: str, figure: str) -> bool:
+        """True if a resumed run keeps a cell: one with the figure, and ours only of this commit."""
+        ours = contender.startswith("ours")
+        return figure in cell and (not ours or cell.get("commit") == self.environment["commit"])
 
     def write(self) -> None:
         if self.path is None:
@@ -101,29 +106,15 @@ class Record:
         os.replace(whole, self.path)
 
 
-def geometric_mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
-    logs = [math.log(v) for v in values if v > 0]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    lines = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def show(line: Sequence[str]) -> str:
-        first = line[0].ljust(widths[0])
-        return "  ".join([first, *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
-
-    return "\n".join([show(lines[0]), "-" * len(show(lines[0])), *map(show, lines[1:])])
+def begin(benchmark: str, options: argparse.Namespace, **facts: Any) -> Record:
+    """A record with what its figures depend on; with --resume it has the rows of its file."""
+    record = Record(benchmark, environment(torch.device(options.device)) | facts, options.json)
+    if options.resume:
+        record.resume()
+    return record
 
 
 def reason(error: BaseException) -> str:
     """One line for a table's cell."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
-
-
-def figure(value: float | None, form: str = ".2f") -> str:
-    return "-" if value is None else format(value, form)

@@ -9,6 +9,7 @@ Host time and step time are measured with a clock around synchronised calls.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import re
@@ -197,3 +198,7 @@ class Yardstick:
             [torch.empty(size, dtype=torch.uint8, device=self.device).random_() for _ in range(count)]
         )
         return device_time(lambda: next(sources).clone(), self.device, repetitions=20).seconds
+
+
+def yardstick_of(options: argparse.Namespace) -> Yardstick:
+    return Yardstick(torch.device(options.device), 1 << 24 if options.quick else 1 << 30)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.record import figure, geometric_mean, table
+from benchmarks.harness import tables
+from benchmarks.harness.tables import Row, cell_of, figure, geometric_mean, over, table, value
 from benchmarks.kernels.case import BARS, FRIENDLY, NO_CLIFF, PHASES, RATIOS
 
-Row = Mapping[str, Any]
 CONTENDERS = ("eager", "compile", "autotune", "liger", "ours")
 
 
 def ratio(row: Row, other: str) -> float | None:
     """Time of `other` / our time: above 1, ours is faster."""
-    ours, theirs = row["cells"].get("ours", {}), row["cells"].get(other, {})
-    return theirs["us"] / ours["us"] if "us" in ours and "us" in theirs else None
+    return over(value(row, other, "us"), value(row, "ours", "us"))
 
 
 def fraction(row: Row, name: str = "ours") -> float | None:
-    return row["cells"].get(name, {}).get("fraction")
+    return value(row, name, "fraction")
 
 
 def family_of(row: Row) -> str:
@@ -38,7 +38,7 @@ def bar_of(row: Row, rows: Sequence[Row]) -> float | None:
 def met(row: Row, rows: Sequence[Row]) -> bool | None:
     """None where there is nothing to meet or nothing was measured."""
     bar, reached = bar_of(row, rows), fraction(row)
-    if "failed" in row["cells"].get("ours", {}):
+    if "failed" in cell_of(row, "ours"):
         return False if bar is not None else None
     return None if bar is None or reached is None else reached >= bar
 
@@ -81,7 +81,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         ran = {peer: sum(ratio(r, peer) is not None for r in of_phase) for peer in CONTENDERS[:-1]}
         common = {p: m for p, m in _means(of_phase).items() if 2 * ran[p] >= len(of_phase)}
         means |= {f"{phase} vs {peer}": mean for peer, mean in common.items()}
-    predicted = [c for r in rows if "predicted_us" in (c := r["cells"].get("ours", {}))]
+    predicted = [c for r in rows if "predicted_us" in (c := cell_of(r, "ours"))]
     if len(predicted) > 2:
         us = [c["predicted_us"] for c in predicted], [c["us"] for c in predicted]
         means["prediction: mean error"] = mean_error(*us)
@@ -91,12 +91,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _means(rows: Sequence[Row]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for peer in CONTENDERS[:-1]:
-        mean = geometric_mean(v for r in rows if (v := ratio(r, peer)) is not None)
-        if mean is not None:
-            found[peer] = mean
-    return found
+    return tables.means(rows, {peer: functools.partial(ratio, other=peer) for peer in CONTENDERS[:-1]})
 
 
 def _family(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -104,7 +99,7 @@ def _family(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     for phase in PHASES:
         own = [r for r in rows if (family_of(r), r["phase"]) == (name, phase)]
         held = [m for r in own if (m := met(r, rows)) is not None]
-        reached = geometric_mean(f for r in own if (f := fraction(r)) is not None)
+        reached = geometric_mean(map(fraction, own))
         if own:
             phases[phase] = {"met": sum(held), "of": len(held), "fraction": reached, **_means(own)}
     return phases
@@ -116,34 +111,46 @@ def time_of(cell: Mapping[str, Any]) -> str:
     return "failed" if cell else "-"
 
 
-def line_of(row: Row, rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    phase = "fwd" if row["phase"] == PHASES[0] else "fwd+bwd"
-    peers = [figure(ratio(row, peer)) for peer in ("eager", "compile", "autotune")]
-    error = figure(row["cells"].get("ours", {}).get("error_to_eager"))
-    cells = [time_of(row["cells"].get(name, {})) for name in names]
-    return [f"{row['case']}, {phase}", *cells, figure(bar_of(row, rows)), verdict(row, rows), *peers, error]
+def label(row: Row) -> str:
+    return f"{row['case']}, {'fwd' if row['phase'] == PHASES[0] else 'fwd+bwd'}"
 
 
 def show(rows: Sequence[Row]) -> str:
     """A table for each family, then the families' means and the means of all."""
     names = sorted({n for r in rows for n in r["cells"]}, key=CONTENDERS.index)
-    header = ["time, fraction / kernels", *names, "bar", "", "x eager", "x compile", "x autotune", "error"]
+    peers = ("eager", "compile", "autotune")
+    header = ["time, fraction / kernels", *names, "bar", "", *(f"x {peer}" for peer in peers), "error"]
     parts: list[str] = []
     for family in dict.fromkeys(family_of(r) for r in rows):
-        lines = [line_of(r, rows, names) for r in rows if family_of(r) == family and r["cells"]]
+        lines = [
+            [
+                label(row),
+                *(time_of(cell_of(row, name)) for name in names),
+                *(figure(bar_of(row, rows)), verdict(row, rows)),
+                *(figure(ratio(row, peer)) for peer in peers),
+                figure(value(row, "ours", "error_to_eager")),
+            ]
+            for row in rows
+            if family_of(row) == family and row["cells"]
+        ]
         if lines:
             parts.append(f"{family}\n{table(header, lines)}")
     return "\n\n".join([*parts, show_summary(summarize(rows))])
 
 
-def show_summary(summary: Mapping[str, Any]) -> str:
+def family_lines(summary: Mapping[str, Any], peers: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the families' means: bars met, fractions, and ratios to peers."""
     lines: list[list[str]] = []
     for family, phases in summary["families"].items():
         for phase, found in phases.items():
             held = f"{found['met']} of {found['of']}" if found["of"] else "-"
-            peers = [figure(found.get(peer)) for peer in ("compile", "autotune")]
-            lines.append([f"{family}, {phase}", held, figure(found["fraction"]), *peers])
-    text = table(["geometric means", "bars met", "fraction", "x compile", "x autotune"], lines)
+            ratios = [figure(found.get(peer)) for peer in peers]
+            lines.append([f"{family}, {phase}", held, figure(found["fraction"]), *ratios])
+    return ["geometric means", "bars met", "fraction", *(f"x {peer}" for peer in peers)], lines
+
+
+def show_summary(summary: Mapping[str, Any]) -> str:
+    text = table(*family_lines(summary, ("compile", "autotune")))
     return "\n".join([text, "", *means_of(summary)])
 
 

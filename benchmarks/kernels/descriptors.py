@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.record import Record, environment, figure, geometric_mean, reason, table
+from benchmarks.harness.record import Record, begin, reason
+from benchmarks.harness.tables import figure, geometric_mean, table
 from benchmarks.kernels import depthwise
-from benchmarks.kernels.schedules import Found, GpuClock, InterpreterClock, clusters_of, relative
+from benchmarks.kernels.schedules import Clock, Found, clock_of, clusters_of, relative
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import Load
-from fusion_compiler.runtime.launch import find_gpu
 from fusion_compiler.schedule.placement import Access, At, Place, Placement, Via
 from fusion_compiler.schedule.verifier import refusal
 
@@ -47,7 +47,7 @@ def boxed(found: Found, plain: Placement) -> tuple[list[Placement], list[str]]:
     return variants, [why for why in reasons.values() if why is not None]
 
 
-def measured(found: Found, clock: GpuClock | InterpreterClock) -> list[dict[str, Any]]:
+def measured(found: Found, clock: Clock) -> list[dict[str, Any]]:
     """Return a row for each placement: its time, the plain one's, and the largest relative error."""
     programs: dict[Placement, Program] = {}
     rows: list[dict[str, Any]] = []
@@ -93,28 +93,21 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 def best_ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return, by cluster, the least time with descriptors over the least without."""
-    ratios: dict[str, float] = {}
-    for name in dict.fromkeys(row["cluster"] for row in rows):
-        timed = [row for row in rows if row["cluster"] == name and "us" in row]
-        us: dict[bool, list[float]] = {False: [], True: []}
-        for row in timed:
-            us["access(" in row["placement"]].append(row["us"])
-        if all(us.values()):
-            ratios[name] = min(us[True]) / min(us[False])
-    return ratios
+    us: dict[str, dict[bool, list[float]]] = {}
+    for row in rows:
+        if "us" in row:
+            of_cluster = us.setdefault(row["cluster"], {False: [], True: []})
+            of_cluster["access(" in row["placement"]].append(row["us"])
+    return {name: min(u[True]) / min(u[False]) for name, u in us.items() if all(u.values())}
 
 
 def main(options: argparse.Namespace) -> Record:
-    device = torch.device(options.device)
-    record = Record("descriptors", environment(device), options.json)
-    if options.resume:
-        record.resume()
-    clock = GpuClock(find_gpu(device)) if device.type == "cuda" else InterpreterClock()
+    record, clock = begin("descriptors", options), clock_of(torch.device(options.device))
     done = {row["case"] for row in record.rows if "best" in row}
     for case in depthwise.CASES:
         if case.name in done or not re.search(options.filter, case.name):
             continue
-        row = record.row(case.name, "descriptors", clusters=[])
+        row = record.row({"case": case.name, "phase": "descriptors"}, clusters=[])
         try:
             row["clusters"] = [r for found in clusters_of(case, options) for r in measured(found, clock)]
             row["best"] = best_ratios(row["clusters"])

@@ -18,8 +18,16 @@ from torch._prims_common import suggest_memory_format
 from benchmarks.harness.accuracy import error_of, worst_ratio
 from benchmarks.harness.contenders import Compile, contenders, liger_functional
 from benchmarks.harness.prepare import prepare
-from benchmarks.harness.record import Record, environment, reason
-from benchmarks.harness.timing import OverBudgetError, Yardstick, budget, copies_for, device_time
+from benchmarks.harness.record import Record, begin, reason
+from benchmarks.harness.tables import cell_of
+from benchmarks.harness.timing import (
+    OverBudgetError,
+    Yardstick,
+    budget,
+    copies_for,
+    device_time,
+    yardstick_of,
+)
 from benchmarks.kernels.bars import cliffs, report, show, summarize
 from benchmarks.kernels.case import PHASES, Case, as_tuple, copy_of
 from benchmarks.kernels.sizes import ALL_CASES
@@ -132,12 +140,6 @@ def measure(
     }
 
 
-def is_done(cell: Mapping[str, Any], name: str, commit: str) -> bool:
-    """Whether a resumed run keeps a cell: a peer's figure, ours of this commit, what took too long."""
-    over = OverBudgetError.__name__ in cell.get("failed", "")
-    return ("us" in cell or over) and (name != "ours" or cell.get("commit") == commit)
-
-
 @dataclass
 class Bench:
     """What all cases of one run share."""
@@ -154,15 +156,19 @@ class Bench:
         for phase in case.phases:
             if not re.search(options.filter, f"{case.name}, {phase}"):
                 continue
-            row = next((r for r in self.record.rows if (r["case"], r["phase"]) == (case.name, phase)), {})
-            cells, commit = row.get("cells", {}), self.record.environment["commit"]
+            row = next((r for r in self.record.rows if (r["case"], r["phase"]) == (case.name, phase)), None)
             missing = {
                 name: entrant
                 for name, entrant in entrants(case, compilers, self.liger).items()
-                if not is_done(cells.get(name, {}), name, commit)
+                if row is None or not self.is_done(cell_of(row, name), name)
             }
             if missing:
                 yield phase, missing
+
+    def is_done(self, cell: Mapping[str, Any], name: str) -> bool:
+        """Whether a resumed run keeps a cell: also one that took too long."""
+        over = OverBudgetError.__name__ in cell.get("failed", "")
+        return self.record.keeps(cell, name, "failed" if over else "us")
 
     def case(self, case: Case, wanted: Sequence[tuple[str, Entrants]]) -> None:
         """Some phases by some contenders; a failure is the cell's reason."""
@@ -175,8 +181,9 @@ class Bench:
             failure = reason(error)
         for phase, missing in wanted:
             row = self.record.row(
-                case.name, phase, family=case.family, bar=case.bar_of(phase), neighbour=case.neighbour
-            )
+                {"case": case.name, "phase": phase},
+                family=case.family, bar=case.bar_of(phase), neighbour=case.neighbour,
+            )  # fmt: skip
             if truth is None:
                 row["failed"] = failure
             else:
@@ -226,12 +233,9 @@ def liger_or_none() -> Any:
 
 
 def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: str = "kernels") -> Record:
-    device = torch.device(options.device)
-    yardstick = Yardstick(device, 1 << 24 if options.quick else 1 << 30)
+    yardstick = yardstick_of(options)
     liger = liger_or_none() if re.search(options.only, "liger") else None
-    record = Record(name, environment(device) | {"copy_bandwidth": yardstick.bandwidth}, options.json)
-    if options.resume:
-        record.resume()
+    record = begin(name, options, copy_bandwidth=yardstick.bandwidth)
     bench = Bench(options, record, yardstick, liger)
     chosen = ((c, list(bench.wanted(c))) for c in cases if re.search(options.family, c.family))
     wanted = [(case, phases) for case, phases in chosen if phases]
@@ -245,7 +249,7 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: s
     for case, phases in wanted:
         bench.case(case, phases)
         gc.collect()  # compiled functions are in cycles, and hold tensors
-        if device.type == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
     record.summary = summarize(record.rows)
     record.write()

@@ -1,4 +1,4 @@
-"""python -m benchmarks.product_epilogue: whether a product with its epilogue beats cuBLAS and a kernel.
+"""python -m benchmarks product-epilogue: whether a product with its epilogue beats cuBLAS and a kernel.
 
 gelu(x @ w.T + b), with x @ w.T + b kept (as training does) or not, in bfloat16: cuBLAS's product, that and a
 kernel for the GELU, and a Triton product whose epilogue is the GELU, over tile sizes, with pointers or tensor
@@ -10,6 +10,7 @@ descriptors, with and without specialized warps. Median microseconds. Needs a GP
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -137,7 +138,7 @@ def fastest(found: Iterator[tuple[str, Callable[[], Any]]], out: Tensor, want: T
     return min(times)
 
 
-def main() -> None:
+def main(_: argparse.Namespace) -> None:
     for name, (m, n, k) in SHAPES.items():
         x, w = (torch.randn(s, device="cuda", dtype=torch.bfloat16) / 8 for s in ((m, k), (n, k)))
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
@@ -157,6 +158,3 @@ def main() -> None:
             us, form = fastest(calls(x, w, bias, out, kept, keep), out, want)
             print(f"  one kernel{', x @ w.T + b kept' if keep else ''}: {us:.0f} ({form})")
 
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusion_compiler as fc
-from benchmarks.harness.record import figure, table
+from benchmarks.harness.tables import figure, table
 from benchmarks.kernels.case import Case
 from benchmarks.kernels.measure import leaves, run
 from fusion_compiler.ir.canonical import Canonical, canonical
@@ -112,20 +112,24 @@ def choices(rows: Sequence[Mapping[str, Any]], cases: Iterable[Case], device: De
                 yield Choice(row["case"], name, dict(timed[name].pop(0)["all"]), best_first)
 
 
+def over_best(first: Sequence[float], tuned: Sequence[float], tuner: str) -> Summary:
+    """How good first choices and the tuner's are; both are times over the best time."""
+    return {
+        "first choice within 5% of the best": sum(r <= NEAR for r in first) / len(first),
+        "first choice / best, median": statistics.median(first),
+        "first choice / best, worst": max(first),
+        f"{tuner} within 5% of the best": sum(r <= NEAR for r in tuned) / len(tuned),
+    }
+
+
 def summarize(found: Sequence[Choice]) -> Summary:
     """How good the first choices are and the best of the tuner's; ratios are to the best that was timed."""
     first = [c.first / c.best for c in found if c.first is not None]
     tuned = [c.tuned / c.best for c in found if c.tuned is not None]
     if not first:
         return {}
-    return {
-        "clusters": len(found),
-        "first choices that were not timed": len(found) - len(first),
-        "first choice within 5% of the best": sum(r <= NEAR for r in first) / len(first),
-        "first choice / best, median": statistics.median(first),
-        "first choice / best, worst": max(first),
-        f"best of the first {TUNED} within 5% of the best": sum(r <= NEAR for r in tuned) / len(tuned),
-    }
+    untimed = {"clusters": len(found), "first choices that were not timed": len(found) - len(first)}
+    return untimed | over_best(first, tuned, f"best of the first {TUNED}")
 
 
 def show(found: Sequence[Choice]) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import random
 import re
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.harness.record import Record, environment, figure, reason, table
-from benchmarks.harness.timing import Yardstick
+from benchmarks.harness.record import Record, begin, reason
+from benchmarks.harness.tables import figure, table
+from benchmarks.harness.timing import yardstick_of
 from benchmarks.kernels import ranking
 from benchmarks.kernels.bars import mean_error, rank_correlation
 from benchmarks.kernels.case import Case
@@ -289,25 +290,15 @@ def prepared(
         for search in searches:
             search.prepare()
 
-    def finish(job: tuple[Case, list[Search] | str, Future[None] | None]) -> tuple[Case, list[Search] | str]:
-        if job[2] is not None:
-            job[2].result()
-        return job[0], job[1]
-
     with ThreadPoolExecutor(1) as pool:
         before = None
-        for case in cases:
-            job = start(case)
+        for job in itertools.chain(map(start, cases), (None,)):
             if before is not None:
-                yield finish(before)
+                case, searches, compiling = before
+                if compiling is not None:
+                    compiling.result()
+                yield case, searches
             before = job
-        if before is not None:
-            yield finish(before)
-
-
-def share(values: Iterable[bool]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -315,67 +306,46 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     clusters = [c for r in rows for c in r["clusters"] if c.get("tuned") and c["first"]["us"]]
     if len(clusters) < 3:
         return {}
-    best = [c["best"]["us"] for c in clusters]
     us = [c["predicted_us"] for c in clusters], [c["tuned"]["us"] for c in clusters]
-    first = [c["first"]["us"] / b for c, b in zip(clusters, best, strict=True)]
+    first, tuned = ([c[name]["us"] / c["best"]["us"] for c in clusters] for name in ("first", "tuned"))
     return {
         "clusters": len(clusters),
-        "first choice within 5% of the best": share(f <= ranking.NEAR for f in first),
-        "first choice / best, median": statistics.median(first),
-        "first choice / best, worst": max(first),
-        "best of the tuned within 5% of the best": share(
-            c["tuned"]["us"] <= ranking.NEAR * b for c, b in zip(clusters, best, strict=True)
-        ),
+        **ranking.over_best(first, tuned, "best of the tuned"),
         "prediction against the tuned: mean error": mean_error(*us),
         "prediction against the tuned: rank correlation": rank_correlation(*us),
     }
 
 
+def line_of(case: str, c: Mapping[str, Any]) -> list[str]:
+    """A cluster's first choice, the tuner's best and the best found, in microseconds."""
+    first, tuned, best = (c.get(n, {}) for n in ("first", "tuned", "best"))
+    over = first["us"] and first["us"] / best["us"]
+    chosen = [first["schedule"], figure(first["us"], ".1f"), figure(tuned.get("us"), ".1f")]
+    found = [best["schedule"], figure(best["us"], ".1f"), figure(over), figure(c["fraction"])]
+    return [f"{case}: {c['cluster'][:28]}", figure(c["predicted_us"], ".1f"), *chosen, *found]
+
+
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    lines: list[list[str]] = []
-    for row in rows:
-        for c in row["clusters"]:
-            if "best" not in c:
-                lines.append(
-                    [f"{row['case']}: {c['cluster'][:28]}", *["-"] * 7, f"{len(c['failed'])} failed"]
-                )
-                continue
-            first, tuned, best = (c.get(n, {}) for n in ("first", "tuned", "best"))
-            lines.append(
-                [
-                    f"{row['case']}: {c['cluster'][:28]}",
-                    figure(c["predicted_us"], ".1f"),
-                    first["schedule"],
-                    figure(first["us"], ".1f"),
-                    figure(tuned.get("us"), ".1f"),
-                    best["schedule"],
-                    figure(best["us"], ".1f"),
-                    figure(first["us"] and first["us"] / best["us"]),
-                    figure(c["fraction"]),
-                ]
-            )
-    header = [
-        "cluster [us]",
-        "predicted",
-        "first choice",
-        "",
-        "tuned",
-        "best found",
-        "",
-        "first/best",
-        "fraction",
+    lines = [
+        line_of(row["case"], c)
+        if "best" in c
+        else [f"{row['case']}: {c['cluster'][:28]}", *["-"] * 7, f"{len(c['failed'])} failed"]
+        for row in rows
+        for c in row["clusters"]
     ]
-    return table(header, lines)
+    header = ["cluster [us]", "predicted", "first choice", "", "tuned", "best found", "", "first/best"]
+    return table([*header, "fraction"], lines)
+
+
+def clock_of(device: torch.device) -> Clock:
+    return GpuClock(find_gpu(device)) if device.type == "cuda" else InterpreterClock()
 
 
 def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Record | ranking.Summary:
     if options.timed is not None:
         return ranking.main(options.timed, cases)
-    device = torch.device(options.device)
-    bandwidth = Yardstick(device, 1 << 24 if options.quick else 1 << 30).bandwidth
-    record = Record("schedules", environment(device) | {"copy_bandwidth": bandwidth}, options.json)
-    if options.resume:
-        record.resume()
+    bandwidth = yardstick_of(options).bandwidth
+    record = begin("schedules", options, copy_bandwidth=bandwidth)
     commit = record.environment["commit"]
     done = {r["case"] for r in record.rows if r.get("done") and r["commit"] == commit}
     wanted = [
@@ -383,9 +353,9 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
         for c in cases
         if re.search(options.family, c.family) and re.search(options.filter, c.name) and c.name not in done
     ]
-    clock = GpuClock(find_gpu(device)) if device.type == "cuda" else InterpreterClock()
-    for case, searches in prepared(wanted, clock, options):
-        row = record.row(case.name, "schedules", family=case.family, commit=commit, clusters=[])
+    for case, searches in prepared(wanted, clock_of(torch.device(options.device)), options):
+        key = {"case": case.name, "phase": "schedules"}
+        row = record.row(key, family=case.family, commit=commit, clusters=[])
         if isinstance(searches, str):
             row["failed"] = searches
             print(f"{case.name}: {searches}", flush=True)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.siblings: what products of one input would gain as one.
+"""python -m benchmarks siblings: what products of one input would gain as one.
 
 Q, K and V, or gate and up: two or three products by cuBLAS of the same rows against one of all columns, as if
 their weights lay behind each other in memory, forward, and backward for the input's gradient (whose sums are
@@ -7,6 +7,7 @@ in the products' epilogues) and the weights'. bfloat16, median microseconds. Nee
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -50,7 +51,7 @@ def cases(rows: int, width: int, widths: tuple[int, ...]) -> dict[str, tuple[Cal
     }
 
 
-def main() -> None:
+def main(_: argparse.Namespace) -> None:
     device = torch.device("cuda")
     print(f"{'':34}{'':20}{'apart':>9}{'as one':>9}")
     for name, sizes in SHAPES.items():
@@ -58,6 +59,3 @@ def main() -> None:
             apart, one = (1e6 * device_time(call, device, REPETITIONS).seconds for call in calls)
             print(f"{name:34}{direction:20}{apart:9.1f}{one:9.1f}")
 
-
-if __name__ == "__main__":
-    main()

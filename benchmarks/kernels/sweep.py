@@ -6,14 +6,13 @@ Ours alone unless --only names others. `python -m benchmarks readme` draws the f
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.harness.record import Record
+from benchmarks.harness.tables import Row
 from benchmarks.kernels import measure as kernels
-from benchmarks.kernels.bars import Row, fraction
+from benchmarks.kernels.bars import fraction
 from benchmarks.kernels.case import PHASES
 from benchmarks.kernels.sizes import sweep
 from benchmarks.pages.plot import Line, svg
@@ -62,8 +61,7 @@ def figure_of(rows: Sequence[Row]) -> str:
 
 
 def main(options: argparse.Namespace) -> Record:
-    chosen: Any = copy.copy(options)
-    chosen.only = options.only or "ours"
+    chosen = argparse.Namespace(**vars(options) | {"only": options.only or "ours"})
     record = kernels.main(chosen, sweep(), "sweep")
     found = list(cliffs(record.rows))
     record.summary["cliffs"] = found

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Batch = dict[str, Any]
+from benchmarks.models.workloads import Batch, from_config, labelled
 
 
 class WindowAttention(nn.Module):
@@ -204,12 +204,9 @@ def evoformer(batch: int, sequences: int, length: int, channels: int, pair: int,
 
 
 def t5(batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int) -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads, d_ff=4 * hidden, num_layers=layers,
-        num_heads=heads, use_cache=False, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-        feed_forward_proj="gated-gelu", dropout_rate=0.0,
+    model = from_config(
+        "T5:ForConditionalGeneration", vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads,
+        d_ff=4 * hidden, num_layers=layers, num_heads=heads, use_cache=False, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu", dropout_rate=0.0,
     )  # fmt: skip
-    ids = torch.randint(3, vocabulary, (batch, length))
-    return T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+    return labelled(model, batch, length, first=3)

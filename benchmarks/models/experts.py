@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Batch = dict[str, Any]
+from benchmarks.models.workloads import Batch, from_config, grouped_model, labelled
 
 
-def mixtral(
-    batch: int, length: int, hidden: int, inner: int, layers: int, heads: int, experts: int
-) -> tuple[nn.Module, Batch]:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=32000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 2, num_local_experts=experts,
-        max_position_embeddings=length, use_cache=False,
+def mixtral(batch: int, length: int, heads: int, experts: int, **shape: int) -> tuple[nn.Module, Batch]:
+    model = grouped_model(
+        "Mixtral", length, heads=heads, kv_heads=heads // 2, vocabulary=32000, num_local_experts=experts,
+        use_cache=False, **shape,
     )  # fmt: skip
-    ids = torch.randint(32000, (batch, length))
-    return MixtralForCausalLM(config), {"input_ids": ids, "labels": ids}
+    return labelled(model, batch, length)
 
 
 class SharedAndRoutedExperts(nn.Module):
@@ -76,25 +68,20 @@ def deepseek(
 
 
 def mamba_2(
-    batch: int, length: int, hidden: int, layers: int, state: int, chunk: int
+    batch: int, length: int, hidden: int, state: int, chunk: int, **shape: int
 ) -> tuple[nn.Module, Batch]:
     """Chunks in parallel, what lies between them by cumsum (Dao and Gu, 2024)."""
-    from transformers import Mamba2Config, Mamba2ForCausalLM
-
-    config = Mamba2Config(
-        vocab_size=1024, hidden_size=hidden, num_hidden_layers=layers, num_heads=hidden // 32, head_dim=64,
-        state_size=state, n_groups=1, chunk_size=chunk, use_cache=False,
-    )  # fmt: skip
-    ids = torch.randint(1024, (batch, length))
-    return Mamba2ForCausalLM(config), {"input_ids": ids, "labels": ids}
+    more = {"num_heads": hidden // 32, "head_dim": 64, "n_groups": 1, "chunk_size": chunk}
+    return labelled(state_space("Mamba2", hidden, state, **shape, **more), batch, length)
 
 
 def mamba(batch: int, length: int, hidden: int, layers: int) -> tuple[nn.Module, Batch]:
     """A step for each token, each a few operations: transformers' loop where it has no kernels."""
-    from transformers import MambaConfig, MambaForCausalLM
+    return labelled(state_space("Mamba", hidden, 16, layers), batch, length)
 
-    config = MambaConfig(
-        vocab_size=1024, hidden_size=hidden, num_hidden_layers=layers, state_size=16, use_cache=False
-    )
-    ids = torch.randint(1024, (batch, length))
-    return MambaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+def state_space(family: str, hidden: int, state: int, layers: int, **more: int) -> nn.Module:
+    return from_config(
+        f"{family}:ForCausalLM", vocab_size=1024, hidden_size=hidden, num_hidden_layers=layers,
+        state_size=state, use_cache=False, **more,
+    )  # fmt: skip

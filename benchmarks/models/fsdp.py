@@ -1,4 +1,4 @@
-"""FSDP2 training steps of a Llama, each block sharded: torchrun --nproc-per-node 2 -m benchmarks.fsdp
+"""FSDP2 training steps of a Llama, each block sharded: torchrun --nproc-per-node 2 -m benchmarks fsdp
 
 It prints milliseconds of a step (median of nine means of four steps), the host's share, GB at the peak and
 the last loss, for eager, torch.compile and ours, each over the whole model and over each block. `--size
@@ -95,10 +95,7 @@ def measure(compile_: Compile, size: dict[str, int], device: torch.device, block
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="middle")
-    options = parser.parse_args()
+def main(options: argparse.Namespace) -> None:
     rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -117,6 +114,3 @@ def main() -> None:
             )
     dist.destroy_process_group()
 
-
-if __name__ == "__main__":
-    main()

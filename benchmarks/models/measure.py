@@ -5,7 +5,7 @@ Each contender runs in a process of its own, with empty caches. `memory` measure
 With `--jobs 8`, eight contenders compile side by side and are measured one by one: the seconds of their
 first steps then say nothing.
 
-    python -m benchmarks.models '{"workload": 0, "contender": "ours", ...}'     one measurement, as JSON
+    python -m benchmarks.models.measure '{"workload": 0, "contender": "ours", ...}'     one, as JSON
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.cells import Cell, fill
 from benchmarks.harness.contenders import Compile, contenders, eager_ops, recorded_graphs
 from benchmarks.harness.energy import energy_of
-from benchmarks.harness.processes import in_turn, my_turn, only
-from benchmarks.harness.record import Record, environment, geometric_mean
+from benchmarks.harness.processes import my_turn, only
+from benchmarks.harness.record import Record, begin
+from benchmarks.harness.tables import geometric_mean
 from benchmarks.harness.timing import device_time, host_time, synchronize, wall_time
 from benchmarks.models import steps
 from benchmarks.models.nets import NETS
@@ -38,14 +40,8 @@ SETS = {"models": (*WORKLOADS, *NETS), "decode": DECODERS, "untuned": UNTUNED}
 SETS["memory"] = SETS["models"]
 ALL = (*WORKLOADS, *NETS, *DECODERS, *UNTUNED)
 A_RUN = 64  # tokens in a row, as generated: nobody waits between them
+Results = dict[str, Tensor]  # what one forward (and backward) computed: result, loss, gradients, by name
 FEW_STEPS = 12  # after which a step's memory is what all that follow take: CUDA graphs are tried in them
-
-
-@dataclass(frozen=True)
-class Results:
-    """What one forward (and backward) computed: outputs, loss, gradients, by name."""
-
-    tensors: dict[str, Tensor]
 
 
 def results_of(model: nn.Module, called: Any, batch: Batch, train: bool, gradient: Tensor | None) -> Results:
@@ -57,7 +53,7 @@ def results_of(model: nn.Module, called: Any, batch: Batch, train: bool, gradien
         tensors["loss"] = output.loss.detach()
     tensors |= {f"d {n}": p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return Results(tensors)
+    return tensors
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -72,16 +68,16 @@ def cast(batch: Batch, dtype: torch.dtype) -> Batch:
 
 def compare(ours: Results, eager: Results, truth: Results) -> dict[str, Any]:
     """Our RMS errors over eager's: geometric mean and worst, with the tensor that has it."""
-    missing = truth.tensors.keys() ^ ours.tensors.keys()
+    missing = truth.keys() ^ ours.keys()
     if missing:
         return {"missing": sorted(missing)}
-    ratios = ratios_to_eager(ours.tensors, eager.tensors, truth.tensors)
+    ratios = ratios_to_eager(ours, eager, truth)
     worst = max(ratios, key=lambda name: ratios[name])
     return {
         "error_to_eager": geometric_mean(ratios.values()),
         "worst_error_to_eager": ratios[worst],
         "worst_tensor": worst,
-        "beyond_chance": [name for name in ratios if ratios[name] > chance(truth.tensors[name])],
+        "beyond_chance": [name for name in ratios if ratios[name] > chance(truth[name])],
         "tensors_compared": len(ratios),
     }
 
@@ -101,29 +97,6 @@ class Task:
 
     def make(self, **other: Any) -> tuple[nn.Module, Batch]:
         return ALL[self.workload].make(self.device, self.quick, **other)
-
-
-@dataclass(frozen=True)
-class Truth:
-    """Eager's results and the same in the workload's exact dtype, and the gradient that both were given."""
-
-    gradient: Tensor | None
-    eager: Results
-    exact: Results
-
-
-def truth_of(task: Task) -> Truth:
-    workload = ALL[task.workload]
-    model, batch = task.make()
-    weights: Mapping[str, Tensor] = model.state_dict()
-    gradient = gradient_for(model, batch) if workload.train else None
-    model, batch = task.make()
-    near = results_of(model, model, batch, workload.train, gradient)
-    dtype = torch.float64 if task.quick else workload.exact
-    exact_model, _ = task.make(dtype=dtype, weights=weights)
-    wide = None if gradient is None else gradient.to(dtype)
-    exact = results_of(exact_model, exact_model, cast(batch, dtype), workload.train, wide)
-    return Truth(gradient, near, exact)
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -233,11 +206,22 @@ def times_of(
 
 
 def errors(task: Task, compile_: Compile) -> dict[str, Any]:
-    truth, workload = truth_of(task), ALL[task.workload]
-    release(torch.device(task.device))
+    """Compare with eager, and with the same in the workload's exact dtype, under one gradient and weights."""
+    workload, device = ALL[task.workload], torch.device(task.device)
     model, batch = task.make()
-    ours = results_of(model, compile_(model), batch, workload.train, truth.gradient)
-    return compare(ours, truth.eager, truth.exact)
+    weights: Mapping[str, Tensor] = model.state_dict()
+    gradient = gradient_for(model, batch) if workload.train else None
+    model, batch = task.make()
+    eager = results_of(model, model, batch, workload.train, gradient)
+    dtype = torch.float64 if task.quick else workload.exact
+    model, _ = task.make(dtype=dtype, weights=weights)
+    wide = None if gradient is None else gradient.to(dtype)
+    exact = results_of(model, model, cast(batch, dtype), workload.train, wide)
+    del model, weights
+    release(device)
+    model, batch = task.make()
+    ours = results_of(model, compile_(model), batch, workload.train, gradient)
+    return compare(ours, eager, exact)
 
 
 def release(device: torch.device) -> None:
@@ -247,35 +231,27 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def tasks_of(options: argparse.Namespace) -> list[Task]:
+def cells_of(options: argparse.Namespace) -> list[Cell]:
     names = contenders(options.autotune, options.backend, options.only, with_graphs=True)
-    return [
-        Task(
-            number, name, options.device, options.quick, options.backend, options.repetitions,
-            check=not options.no_check, memory=options.benchmark == "memory",
-        )
-        for number, workload in enumerate(ALL)
-        if re.search(options.filter, workload.name)
-        and workload in SETS[options.benchmark]
-        for name in names
-    ]  # fmt: skip
+    decoding, found = options.benchmark == "decode", list[Cell]()
+    for number, workload in enumerate(ALL):
+        if not re.search(options.filter, workload.name) or workload not in SETS[options.benchmark]:
+            continue
+        net = {"workload": workload.name, "net": workload in NETS}
+        row = {"case": workload.name, "phase": "token"} if decoding else net
+        for name in names:
+            task = Task(
+                number, name, options.device, options.quick, options.backend, options.repetitions,
+                check=not options.no_check, memory=options.benchmark == "memory",
+            )  # fmt: skip
+            found.append(Cell(workload.name, name, row, vars(task)))
+    return found
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record(options.benchmark, environment(torch.device(options.device)), options.json)
-    tasks = tasks_of(options)
-    given, jobs = [vars(t) for t in tasks], options.jobs or 1
-    results = in_turn("benchmarks.models.measure", given, options.budget, jobs, within=options.within)
-    rows: dict[int, dict[str, Any]] = {}
-    for task, cell in zip(tasks, results, strict=False):
-        if task.workload not in rows:
-            workload = ALL[task.workload]
-            rows[task.workload] = {"workload": workload.name, "net": workload in NETS, "cells": {}}
-            record.add(rows[task.workload])
-            print(rows[task.workload]["workload"], flush=True)
-        rows[task.workload]["cells"][task.contender] = cell
-        print(f"  {task.contender}: {steps.describe(cell)}", flush=True)
-        record.write()
+    record = begin(options.benchmark, options)
+    figure = "peak_gb" if options.benchmark == "memory" else "step_ms"
+    fill(record, cells_of(options), figure, "benchmarks.models.measure", options, steps.describe)
     record.summary = steps.means(record.rows)
     record.write()
     print("\n" + steps.show(record.rows))

@@ -13,38 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.workloads import Batch, Workload, tokens
+from benchmarks.models.nets import GraphNet
+from benchmarks.models.workloads import Batch, Workload, from_config, labelled, tokens
 
 
-def _causal(name: str, batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    """A transformers model that computes its loss from `input_ids` and `labels`."""
-    import transformers
+def language(name: str, **fixed: Any) -> Any:
+    """Return a build of a model of transformers that computes its loss from `input_ids` and `labels`."""
 
-    family, _, head = name.partition(":")
-    model = getattr(transformers, f"{family}{head}")(getattr(transformers, f"{family}Config")(**config))
-    ids = torch.randint(5, config.get("vocab_size", 32000), (batch, length))
-    return model, {"input_ids": ids, "labels": ids}
+    def build(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+        # Some of XLNet's parameters are born in float32.
+        model = from_config(name, **fixed, **config).to(torch.get_default_dtype())
+        return labelled(model, batch, length, first=5)
 
-
-def albert(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    return _causal("Albert:ForMaskedLM", batch, length, vocab_size=30000, **config)
-
-
-def xlnet(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    model, inputs = _causal("XLNet:LMHeadModel", batch, length, vocab_size=32000, **config)
-    return model.to(torch.get_default_dtype()), inputs  # some of its parameters are born in float32
-
-
-def opt(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    return _causal("OPT:ForCausalLM", batch, length, vocab_size=50272, use_cache=False, **config)
-
-
-def bloom(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    return _causal("Bloom:ForCausalLM", batch, length, vocab_size=50304, use_cache=False, **config)
-
-
-def qwen3_moe(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
-    return _causal("Qwen3Moe:ForCausalLM", batch, length, vocab_size=64000, use_cache=False, **config)
+    return build
 
 
 def bart(
@@ -55,45 +36,33 @@ def bart(
         for side in ("encoder", "decoder")
         for key, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", inner))
     }
-    return _causal(
-        "Bart:ForConditionalGeneration", batch, length, vocab_size=50265, use_cache=False, **sides, **config
-    )
+    build = language("Bart:ForConditionalGeneration", vocab_size=50265, use_cache=False)
+    return build(batch, length, **sides, **config)
 
 
 def clip(batch: int, layers: int) -> tuple[nn.Module, Batch]:
-    from transformers import CLIPConfig, CLIPModel
-
-    config = CLIPConfig(
-        text_config={"num_hidden_layers": layers}, vision_config={"num_hidden_layers": layers}
-    )
-    images = torch.randn(batch, 3, 224, 224)
-    ids = torch.randint(5, 49000, (batch, 77))
-    return CLIPModel(config), {"input_ids": ids, "pixel_values": images, "return_loss": True}
+    depth = {"num_hidden_layers": layers}
+    inputs = {"input_ids": torch.randint(5, 49000, (batch, 77))}
+    model = from_config("CLIP:Model", text_config=depth, vision_config=depth)
+    return model, inputs | {"pixel_values": torch.randn(batch, 3, 224, 224), "return_loss": True}
 
 
-def segformer(batch: int, side: int) -> tuple[nn.Module, Batch]:
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+def of_images(name: str) -> Any:
+    """Return a build of a model of transformers that takes images."""
 
-    return SegformerForSemanticSegmentation(SegformerConfig()), {
-        "pixel_values": torch.randn(batch, 3, side, side)
-    }
+    def build(batch: int, side: int, **config: Any) -> tuple[nn.Module, Batch]:
+        return from_config(name, **config), {"pixel_values": torch.randn(batch, 3, side, side)}
 
-
-def dinov2(batch: int, side: int, **config: Any) -> tuple[nn.Module, Batch]:
-    from transformers import Dinov2Config, Dinov2Model
-
-    return Dinov2Model(Dinov2Config(**config)), {"pixel_values": torch.randn(batch, 3, side, side)}
+    return build
 
 
 def patchtst(batch: int, length: int, layers: int) -> tuple[nn.Module, Batch]:
-    from transformers import PatchTSTConfig, PatchTSTForPrediction
-
-    config = PatchTSTConfig(
-        num_input_channels=7, context_length=length, patch_length=16, patch_stride=8, prediction_length=96,
-        d_model=128, num_hidden_layers=layers, num_attention_heads=16, ffn_dim=256, dropout=0.2, loss="mse",
+    model = from_config(
+        "PatchTST:ForPrediction", num_input_channels=7, context_length=length, patch_length=16,
+        patch_stride=8, prediction_length=96, d_model=128, num_hidden_layers=layers, num_attention_heads=16,
+        ffn_dim=256, dropout=0.2, loss="mse",
     )  # fmt: skip
-    values = {"past_values": torch.randn(batch, length, 7), "future_values": torch.randn(batch, 96, 7)}
-    return PatchTSTForPrediction(config), values
+    return model, {"past_values": torch.randn(batch, length, 7), "future_values": torch.randn(batch, 96, 7)}
 
 
 class Classifier(nn.Module):
@@ -110,31 +79,12 @@ class Classifier(nn.Module):
         return scores if labels is None else F.cross_entropy(scores.float(), labels)
 
 
-def _timm(name: str, batch: int, train: bool, side: int = 224) -> tuple[nn.Module, Batch]:
-    inputs: Batch = {"images": torch.randn(batch, 3, side, side)}
-    if train:
-        inputs["labels"] = torch.randint(1000, (batch,))
-    return Classifier(name), inputs
+def classifier(name: str, train: bool = True) -> Any:
+    def build(batch: int, side: int = 224) -> tuple[nn.Module, Batch]:
+        labels = {"labels": torch.randint(1000, (batch,))} if train else {}
+        return Classifier(name), {"images": torch.randn(batch, 3, side, side)} | labels
 
-
-def swin_tiny(batch: int) -> tuple[nn.Module, Batch]:
-    return _timm("swin_tiny_patch4_window7_224", batch, train=True)
-
-
-def efficientnet(batch: int, side: int) -> tuple[nn.Module, Batch]:
-    return _timm("efficientnet_b0", batch, train=True, side=side)
-
-
-def resnext(batch: int, side: int) -> tuple[nn.Module, Batch]:
-    return _timm("resnext50_32x4d", batch, train=False, side=side)
-
-
-def regnety(batch: int, side: int) -> tuple[nn.Module, Batch]:
-    return _timm("regnety_032", batch, train=True, side=side)
-
-
-def mixer(batch: int) -> tuple[nn.Module, Batch]:
-    return _timm("mixer_b16_224", batch, train=True)
+    return build
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -228,37 +178,14 @@ def dlrm(batch: int, bags: int, rows: int, width: int) -> tuple[nn.Module, Batch
     return Clicks(bags, rows, width), inputs
 
 
-class GraphAttention(nn.Module):
-    """GAT (Velickovic et al., 2018) by gathers, a softmax over each node's edges, and scattered sums."""
-
-    def __init__(self, inputs: int, heads: int, width: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.project = nn.Linear(inputs, heads * width, bias=False)
-        self.attend = nn.Parameter(torch.randn(2, heads, width) * 0.1)
-
-    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        h = self.project(x).view(len(x), self.heads, -1)
-        left, right = (h * self.attend[0]).sum(-1), (h * self.attend[1]).sum(-1)
-        scores = F.leaky_relu(left[source] + right[target], 0.2)
-        most = torch.full_like(left, -1e9)
-        most = most.scatter_reduce(0, target[:, None].expand(-1, self.heads), scores.detach(), "amax")
-        weights = (scores - most[target]).exp()
-        total = torch.zeros_like(most).index_add(0, target, weights)
-        weights = weights / (total[target] + 1e-9)
-        return F.elu(torch.zeros_like(h).index_add(0, target, h[source] * weights[..., None]).flatten(1))
-
-
-class GraphNet(nn.Module):
+class NodeClassifier(nn.Module):
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
-        self.first = GraphAttention(128, heads, width)
-        self.second = GraphAttention(heads * width, heads, width)
+        self.layers = GraphNet(128, heads, width)
         self.head = nn.Linear(heads * width, 40)
 
     def forward(self, x: Tensor, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-        h = self.second(self.first(x, source, target), source, target)
-        return F.cross_entropy(self.head(h), labels)
+        return F.cross_entropy(self.head(self.layers(x, source, target)), labels)
 
 
 def gat(nodes: int, edges: int, heads: int, width: int) -> tuple[nn.Module, Batch]:
@@ -268,164 +195,94 @@ def gat(nodes: int, edges: int, heads: int, width: int) -> tuple[nn.Module, Batc
         "target": torch.randint(nodes, (edges,)).sort().values,
         "labels": torch.randint(40, (nodes,)),
     }
-    return GraphNet(heads, width), inputs
+    return NodeClassifier(heads, width), inputs
 
 
-_FLOAT32 = {"dtype": torch.float32, "exact": torch.float64}
+IMAGES, FEW_IMAGES = {"batch": 64, "side": 224}, {"batch": 2, "side": 32}
+
+
+def row(
+    name: str, build: Any, sizes: dict[str, int], quick: dict[str, int], *, train: bool = True, **dtypes: Any
+) -> Workload:
+    return Workload(name, build, sizes, quick, train, **dtypes)
+
+
+FLOAT32 = {"dtype": torch.float32, "exact": torch.float64}
 
 UNTUNED: tuple[Workload, ...] = (
-    Workload(
-        "ALBERT 8 layers, train, 32 x 512",
-        albert,
-        {
-            "batch": 32,
-            "length": 512,
-            "hidden_size": 768,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 8,
-        },
-        {
-            "batch": 2,
-            "length": 16,
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-        },
-        train=True,
+    row(
+        "ALBERT 8 layers, train, 32 x 512", language("Albert:ForMaskedLM", vocab_size=30000),
+        {"batch": 32, "length": 512, "hidden_size": 768, "num_attention_heads": 12,
+         "intermediate_size": 3072, "num_hidden_layers": 8},
+        {"batch": 2, "length": 16, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
+         "num_hidden_layers": 2},
     ),
-    Workload(
-        "XLNet 4 layers, train, 8 x 512",
-        xlnet,
+    row(
+        "XLNet 4 layers, train, 8 x 512", language("XLNet:LMHeadModel", vocab_size=32000),
         {"batch": 8, "length": 512, "d_model": 768, "n_layer": 4, "n_head": 12, "d_inner": 3072},
         {"batch": 2, "length": 16, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64},
-        train=True,
     ),
-    Workload(
-        "OPT 8 layers, train, 8 x 1024",
-        opt,
+    row(
+        "OPT 8 layers, train, 8 x 1024", language("OPT:ForCausalLM", vocab_size=50272, use_cache=False),
         {"batch": 8, "length": 1024, "num_hidden_layers": 8},
-        {
-            "batch": 2,
-            "length": 16,
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "ffn_dim": 64,
-            "num_attention_heads": 2,
-            "word_embed_proj_dim": 32,
-        },
-        train=True,
+        {"batch": 2, "length": 16, "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 64,
+         "num_attention_heads": 2, "word_embed_proj_dim": 32},
     ),
-    Workload(
-        "Bloom 6 layers, train, 8 x 1024",
-        bloom,
+    row(
+        "Bloom 6 layers, train, 8 x 1024", language("Bloom:ForCausalLM", vocab_size=50304, use_cache=False),
         {"batch": 8, "length": 1024, "hidden_size": 1024, "n_layer": 6, "n_head": 16},
         {"batch": 2, "length": 16, "hidden_size": 32, "n_layer": 1, "n_head": 2},
-        train=True,
     ),
-    Workload(
+    row(
         "Qwen3-MoE 4 layers, train, 4 x 1024",
-        qwen3_moe,
-        {
-            "batch": 4,
-            "length": 1024,
-            "hidden_size": 1024,
-            "intermediate_size": 2816,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-        },
-        {
-            "batch": 2,
-            "length": 16,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "moe_intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        train=True,
+        language("Qwen3Moe:ForCausalLM", vocab_size=64000, use_cache=False),
+        {"batch": 4, "length": 1024, "hidden_size": 1024, "intermediate_size": 2816,
+         "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 16,
+         "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4},
+        {"batch": 2, "length": 16, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32,
+         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+         "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    Workload(
-        "BART 4 + 4 layers, train, 16 x 512",
-        bart,
+    row(
+        "BART 4 + 4 layers, train, 16 x 512", bart,
         {"batch": 16, "length": 512, "d_model": 768, "layers": 4, "heads": 12, "inner": 3072},
         {"batch": 2, "length": 16, "d_model": 32, "layers": 1, "heads": 2, "inner": 64},
-        train=True,
     ),
-    Workload(
-        "CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}, train=True
+    row("CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}),
+    row(
+        "SegFormer, 16 x 512 x 512", of_images("Segformer:ForSemanticSegmentation"),
+        {"batch": 16, "side": 512}, {"batch": 1, "side": 64}, train=False,
     ),
-    Workload(
-        "SegFormer, 16 x 512 x 512",
-        segformer,
-        {"batch": 16, "side": 512},
-        {"batch": 1, "side": 64},
-        train=False,
-    ),
-    Workload(
-        "DINOv2 8 layers, train, 64 images",
-        dinov2,
-        {"batch": 64, "side": 224, "num_hidden_layers": 8},
+    row(
+        "DINOv2 8 layers, train, 64 images", of_images("Dinov2:Model"), IMAGES | {"num_hidden_layers": 8},
         {"batch": 1, "side": 28, "num_hidden_layers": 1},
-        train=True,
     ),
-    Workload(
-        "PatchTST, train, 128 series",
-        patchtst,
-        {"batch": 128, "length": 512, "layers": 3},
-        {"batch": 2, "length": 64, "layers": 1},
-        train=True,
-        **_FLOAT32,
+    row(
+        "PatchTST, train, 128 series", patchtst, {"batch": 128, "length": 512, "layers": 3},
+        {"batch": 2, "length": 64, "layers": 1}, **FLOAT32,
     ),
-    Workload("Swin-T, train, 64 images", swin_tiny, {"batch": 64}, {"batch": 1}, train=True),
-    Workload(
-        "EfficientNet-B0, train, 128 images",
-        efficientnet,
-        {"batch": 128, "side": 224},
-        {"batch": 2, "side": 32},
-        train=True,
+    row("Swin-T, train, 64 images", classifier("swin_tiny_patch4_window7_224"), {"batch": 64}, {"batch": 1}),
+    row(
+        "EfficientNet-B0, train, 128 images", classifier("efficientnet_b0"), IMAGES | {"batch": 128},
+        FEW_IMAGES,
     ),
-    Workload(
-        "ResNeXt-50, 64 images", resnext, {"batch": 64, "side": 224}, {"batch": 1, "side": 32}, train=False
+    row(
+        "ResNeXt-50, 64 images", classifier("resnext50_32x4d", train=False), IMAGES,
+        FEW_IMAGES | {"batch": 1}, train=False,
     ),
-    Workload(
-        "RegNetY-3.2, train, 64 images",
-        regnety,
-        {"batch": 64, "side": 224},
-        {"batch": 2, "side": 32},
-        train=True,
-    ),
-    Workload("MLP-Mixer, train, 64 images", mixer, {"batch": 64}, {"batch": 1}, train=True),
-    Workload(
-        "speedrun GPT 8 layers, train, 4 x 2048",
-        speedrun_gpt,
+    row("RegNetY-3.2, train, 64 images", classifier("regnety_032"), IMAGES, FEW_IMAGES),
+    row("MLP-Mixer, train, 64 images", classifier("mixer_b16_224"), {"batch": 64}, {"batch": 1}),
+    row(
+        "speedrun GPT 8 layers, train, 4 x 2048", speedrun_gpt,
         {"batch": 4, "length": 2048, "hidden": 1024, "heads": 8, "layers": 8, "vocabulary": 50304},
         {"batch": 2, "length": 16, "hidden": 32, "heads": 2, "layers": 1, "vocabulary": 128},
-        train=True,
     ),
-    Workload(
-        "DLRM, train, 16384 clicks",
-        dlrm,
-        {"batch": 16384, "bags": 26, "rows": 20000, "width": 64},
+    row(
+        "DLRM, train, 16384 clicks", dlrm, {"batch": 16384, "bags": 26, "rows": 20000, "width": 64},
         {"batch": 8, "bags": 3, "rows": 20, "width": 8},
-        train=True,
     ),
-    Workload(
-        "GAT 2 layers, train, 1M edges",
-        gat,
-        {"nodes": 100000, "edges": 1000000, "heads": 4, "width": 64},
-        {"nodes": 20, "edges": 60, "heads": 2, "width": 4},
-        train=True,
-        **_FLOAT32,
+    row(
+        "GAT 2 layers, train, 1M edges", gat, {"nodes": 100000, "edges": 1000000, "heads": 4, "width": 64},
+        {"nodes": 20, "edges": 60, "heads": 2, "width": 4}, **FLOAT32,
     ),
-)
+)  # fmt: skip

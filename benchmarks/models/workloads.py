@@ -94,46 +94,60 @@ def tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length))
 
 
-def bert(
-    batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int
-) -> tuple[nn.Module, Batch]:
-    from transformers import BertConfig, BertForMaskedLM
+def from_config(name: str, **fields: Any) -> nn.Module:
+    """Return a model of transformers with random weights; `name` is its family, ":" and the model's rest."""
+    import transformers
 
-    config = BertConfig(
-        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        intermediate_size=4 * hidden, max_position_embeddings=length,
-    )  # fmt: skip
-    ids = tokens(vocabulary, batch, length)
-    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+    family, _, rest = name.partition(":")
+    config = getattr(transformers, f"{family}Config")(**fields)
+    return getattr(transformers, f"{family}{rest}")(config)
 
 
-def gpt2(
-    batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int
-) -> tuple[nn.Module, Batch]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=vocabulary, n_positions=length, n_embd=hidden, n_layer=layers, n_head=heads,
-        bos_token_id=0, eos_token_id=0, use_cache=False,
-    )  # fmt: skip
-    ids = tokens(vocabulary, batch, length)
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # its class name hides it, and the warning would break the graph
+def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> tuple[nn.Module, Batch]:
+    """Return a language model with tokens, from `first` on, that are its labels as well."""
+    config: Any = model.config
+    ids = torch.randint(first, config.vocab_size, (batch, length))
     return model, {"input_ids": ids, "labels": ids}
 
 
-def llama_model(
-    length: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int
-) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=length,
-            rms_norm_eps=1e-5, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        )
+def bert(
+    batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int
+) -> tuple[nn.Module, Batch]:
+    model = from_config(
+        "Bert:ForMaskedLM", vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, intermediate_size=4 * hidden, max_position_embeddings=length,
     )  # fmt: skip
+    return labelled(model, batch, length)
+
+
+def gpt2_model(length: int, hidden: int, layers: int, heads: int, vocabulary: int, **more: Any) -> nn.Module:
+    return from_config(
+        "GPT2:LMHeadModel", vocab_size=vocabulary, n_positions=length, n_embd=hidden, n_layer=layers,
+        n_head=heads, bos_token_id=0, eos_token_id=0, **more,
+    )  # fmt: skip
+
+
+def gpt2(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+    model: Any = gpt2_model(length, use_cache=False, **shape)
+    model.loss_type = "ForCausalLM"  # its class name hides it, and the warning would break the graph
+    return labelled(model, batch, length)
+
+
+def grouped_model(
+    family: str, length: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int,
+    vocabulary: int, **more: Any,
+) -> nn.Module:  # fmt: skip
+    """Return a causal model of the family, whose heads of keys and values are fewer than its queries'."""
+    return from_config(
+        f"{family}:ForCausalLM", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=length, **more,
+    )  # fmt: skip
+
+
+def llama_model(length: int, **shape: int) -> nn.Module:
+    more = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    return grouped_model("Llama", length, **shape, **more)
 
 
 def llama_prefill(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
@@ -208,13 +222,12 @@ def llama_decode(context: int, length: int, **shape: int) -> tuple[nn.Module, Ba
 
 
 def vit(batch: int, hidden: int, layers: int, heads: int, side: int) -> tuple[nn.Module, Batch]:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden,
-        image_size=side, patch_size=16, num_labels=1000,
+    model = from_config(
+        "ViT:ForImageClassification", hidden_size=hidden, num_hidden_layers=layers,
+        num_attention_heads=heads, intermediate_size=4 * hidden, image_size=side, patch_size=16,
+        num_labels=1000,
     )  # fmt: skip
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(batch, 3, side, side)}
+    return model, {"pixel_values": torch.randn(batch, 3, side, side)}
 
 
 def whisper(batch: int, hidden: int, layers: int, heads: int, frames: int) -> tuple[nn.Module, Batch]:

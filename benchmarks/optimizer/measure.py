@@ -10,7 +10,7 @@ what one has compiled the others find: the first of each model, and what torch.c
 --filter AdamW is a third of the table; --within 480 begins no cell after eight minutes, and says which are
 missing; --resume measures those that --json does not have, and ours of another commit.
 
-    python -m benchmarks.optimizer '{"workload": 0, "optimizer": "AdamW", ...}'     one cell, as JSON
+    python -m benchmarks.optimizer.measure '{"workload": 0, "optimizer": "AdamW", ...}'     one cell, as JSON
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import fusion_compiler as fc
+from benchmarks.harness.cells import Cell, fill
 from benchmarks.harness.contenders import inductor
-from benchmarks.harness.processes import in_turn, my_turn, only
-from benchmarks.harness.record import Record, environment
+from benchmarks.harness.processes import my_turn, only
+from benchmarks.harness.record import Record, begin
 from benchmarks.harness.timing import Yardstick, device_time, wall_time
 from benchmarks.models.convolutions import mobilenet
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step, vit
@@ -202,7 +203,8 @@ def measure(task: Task) -> dict[str, Any]:
     return measure_update(task) if task.workload < 0 else measure_step(task)
 
 
-def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    found = list[Cell]()
     for number in range(-1, len(STEPS)):
         for name in OPTIMIZERS:
             for contender in UPDATES if number < 0 else bars.CONTENDERS:
@@ -210,62 +212,36 @@ def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
                     number, name, contender, options.device, options.quick, options.backend,
                     options.repetitions,
                 )  # fmt: skip
-                if re.search(options.filter, f"{task.case}, {name}") and re.search(options.only, contender):
-                    yield task
+                case = f"{task.case}, {name}"
+                if re.search(options.filter, case) and re.search(options.only, contender):
+                    found.append(Cell(case, contender, {"case": task.case, "phase": name}, vars(task)))
+    return found
 
 
-def is_known(record: Record, task: Task) -> bool:
-    """Whether the results that are gone on with have a cell: a peer's, or ours of this commit."""
-    cell = record.row(task.case, task.optimizer)["cells"].get(task.contender, {})
-    ours = task.contender.startswith("ours")
-    return "ms" in cell and (not ours or cell.get("commit") == record.environment["commit"])
-
-
-def in_order(tasks: Sequence[Task]) -> list[Task]:
+def in_order(cells: Sequence[Cell]) -> list[Cell]:
     """What compiles goes first: side by side, and the others find it done.
 
     A model by our compiler and by torch.compile, then the steps that torch.compile makes; whose cells are
     the first of their kind, which the first of several optimizers have.
     """
     seen: set[tuple[int, bool]] = set()
-    ranks: dict[Task, int] = {}
-    for task in tasks:
-        model = (task.workload, task.contender == bars.WHOLE)
-        first = task.workload >= 0 and model not in seen
+    ranks: list[int] = []
+    for cell in cells:
+        number = cell.task["workload"]
+        model = (number, cell.contender == bars.WHOLE)
+        first = number >= 0 and model not in seen
         seen.add(model)
-        ranks[task] = 0 if first else 1 if task.contender == "compiled step" else 2
-    return sorted(tasks, key=ranks.__getitem__)
+        ranks.append(0 if first else 1 if cell.contender == "compiled step" else 2)
+    return [cell for _, cell in sorted(zip(ranks, cells, strict=True), key=lambda pair: pair[0])]
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record("optimizer", environment(torch.device(options.device)), options.json)
-    if options.resume:
-        record.resume()
-    wanted = list(tasks_of(options))
-    for task in wanted:
-        record.row(task.case, task.optimizer)  # in the table's order
-    tasks = in_order([task for task in wanted if not is_known(record, task)])
-    given = [vars(task) for task in tasks]
-    cells = in_turn(
-        "benchmarks.optimizer.measure",
-        given,
-        options.budget,
-        options.jobs or 1,
-        one_cache=True,
-        within=options.within,
-    )
-    done = 0
-    for task, cell in zip(tasks, cells, strict=False):
-        cells_of = record.row(task.case, task.optimizer)["cells"]
-        cells_of[task.contender] = cell | {"commit": record.environment["commit"]}
-        record.write()
-        print(f"{task.case}, {task.optimizer}, {task.contender}: {bars.describe(cell)}", flush=True)
-        done += 1
+    record = begin("optimizer", options)
+    module = "benchmarks.optimizer.measure"
+    fill(record, cells_of(options), "ms", module, options, bars.describe, order=in_order, one_cache=True)
     record.summary = bars.means(record.rows)
     record.write()
     print("\n" + bars.show(record.rows, LIST))
-    for task in tasks[done:]:
-        print(f"not measured: {task.case}, {task.optimizer}, {task.contender}")
     return record
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.decoding import decode
-from benchmarks.harness.record import ROOT, figure
-from benchmarks.kernels.bars import family_of
+from benchmarks.harness import tables
+from benchmarks.harness.record import ROOT
+from benchmarks.harness.tables import Row, cell_of, counted, figure, lines_of, markdown
+from benchmarks.kernels.bars import family_of, fraction
 from benchmarks.kernels.case import FIRST_TABLE, PHASES
 from benchmarks.models import steps
 from benchmarks.optimizer import bars as optimizer_bars
@@ -23,7 +24,7 @@ from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages import performance
 from benchmarks.pages import reports as pages
 from benchmarks.pages.performance import MARK as FIGURES
-from benchmarks.pages.performance import markdown, origin, rewritten
+from benchmarks.pages.performance import origin, parts_of, rewritten
 from fusion_compiler.report.report import missed_text
 
 PLAN = "plan: written by python -m benchmarks readme"
@@ -31,21 +32,19 @@ MISSED = 3  # fusions that the README shows
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def best_of(cell: dict[str, Any]) -> str:
-    return figure(cell.get("fraction")) if "failed" not in cell else "failed"
-
-
 def kernels_text(result: dict[str, Any]) -> str:
     """Fractions of the copy bandwidth, forward and forward + backward."""
-    rows: list[list[str]] = []
-    for case in dict.fromkeys(r["case"] for r in result["rows"] if family_of(r) == FIRST_TABLE):
-        line = [case]
-        for phase in PHASES:
-            row = next((r for r in result["rows"] if (r["case"], r["phase"]) == (case, phase)), None)
-            cells = row["cells"] if row else {}
-            line += [best_of(cells.get(name, {})) for name in ("eager", "compile", "ours")]
-        rows.append(line)
-    phases = [f"{name} {phase}" for phase in ("fwd", "fwd+bwd") for name in ("eager", "compile", "ours")]
+
+    def reached(row: Row | None, name: str) -> str:
+        return "failed" if row and "failed" in cell_of(row, name) else figure(row and fraction(row, name))
+
+    named = {(r["case"], r["phase"]): r for r in result["rows"] if family_of(r) == FIRST_TABLE}
+    columns = [(phase, name) for phase in PHASES for name in ("eager", "compile", "ours")]
+    lines = [
+        [case, *(reached(named.get((case, phase)), name) for phase, name in columns)]
+        for case in dict.fromkeys(case for case, _ in named)
+    ]
+    header = ["cluster", *(f"{name} {'fwd' if phase == PHASES[0] else 'fwd+bwd'}" for phase, name in columns)]
     summary = result["summary"]
     means = [f"{mean:.2f}x ({name})" for name, mean in summary.items() if " vs " in name]
     if "prediction: mean error" in summary:
@@ -53,13 +52,9 @@ def kernels_text(result: dict[str, Any]) -> str:
             f"predicted times are off by {summary['prediction: mean error']:.0%} on average, "
             f"rank correlation {summary['prediction: rank correlation']:.2f}"
         )
-    return "\n\n".join(
-        [
-            "Fraction of the device's copy bandwidth (each input read once, each output written once):",
-            markdown(["cluster", *phases], rows),
-            f"Geometric mean of time saved: {', '.join(means)}. {origin(result)}",
-        ]
-    )
+    lead = "Fraction of the device's copy bandwidth (each input read once, each output written once):"
+    mean = f"Geometric mean of time saved: {', '.join(means)}. {origin(result)}"
+    return "\n\n".join([lead, markdown(header, lines), mean])
 
 
 STEPS = (
@@ -77,7 +72,7 @@ def models_text(result: dict[str, Any], lead: str = STEPS) -> str:
     return "\n\n".join(
         [
             lead,
-            markdown(*steps.without_empty(steps.HEADER, steps.lines(rows))),
+            markdown(*lines_of(steps.COLUMNS, rows)),
             *(["Not met of the bars that the benchmark sets:", "\n".join(missed)] if missed else []),
             f"Geometric means: {', '.join(means)}. {origin(result)}",
         ]
@@ -87,15 +82,15 @@ def models_text(result: dict[str, Any], lead: str = STEPS) -> str:
 def decode_text(result: dict[str, Any]) -> str:
     """Wall and GPU time of a token, and its share of the copy bandwidth."""
     rows, bandwidth = result["rows"], result["copy_bandwidth"]
-    held = [met for *_, met in decode.bars(rows, bandwidth)]
+    held = counted(decode.bars(rows, bandwidth))
     return "\n\n".join(
         [
             "Wall time of one token, after a prompt in a static cache, in a run of sixty-four (GPU time of "
             "its kernels, which overlap), the host's part, and the share of the copy bandwidth that the "
             "bytes of a token draw; `graphs` is torch.compile with its own CUDA graphs, `autotune` its "
             "max-autotune with them:",
-            markdown(*decode.lines(rows, bandwidth)),
-            f"{sum(held)} of {len(held)} bars met; why others are not, says "
+            markdown(*lines_of(decode.columns(bandwidth), rows)),
+            f"{held}; why others are not, says "
             f"[docs/performance.md](docs/performance.md#one-token-at-a-time). {origin(result)}",
         ]
     )
@@ -104,15 +99,15 @@ def decode_text(result: dict[str, Any]) -> str:
 def optimizer_text(result: dict[str, Any]) -> str:
     """Updates and whole steps for each optimizer, and the bars that are missed."""
     held = list(optimizer_bars.bars(result["rows"], optimizer.LIST))
-    missed = [f"- {what}: {value:.2f}" for what, value, met in held if not met]
-    header = ["", *optimizer_bars.CONTENDERS, *(f"x {name}" for name in (optimizer_bars.WHOLE, "fused"))]
+    missed = [f"- {line}" for line in tables.missed(held)]
+    header, lines = lines_of(optimizer_bars.COLUMNS, result["rows"])
     return "\n\n".join(
         [
             "Updates alone: ms, and what part of that a copy of their bytes takes. Whole steps: ms of wall "
             "time, and GB at the peak. `torch.compile` is its model with PyTorch's fused optimizer (Adagrad "
             "has none on a GPU); all other columns have the model that `fc.compile` compiled:",
-            markdown(header, optimizer_bars.lines(result["rows"])),
-            f"{len(held) - len(missed)} of {len(held)} bars met. {origin(result)}",
+            markdown(["", *header[1:]], lines),
+            f"{counted(held)}. {origin(result)}",
             *(["Not met:", "\n".join(missed)] if missed else []),
         ]
     )
@@ -120,20 +115,14 @@ def optimizer_text(result: dict[str, Any]) -> str:
 
 def text_of(results: Path) -> str:
     """The block between the marks."""
-    parts: list[str] = []
     nets_text = functools.partial(models_text, lead=NETS)
     writers = {"kernels": kernels_text, "models": models_text, "nets": nets_text, "decode": decode_text}
-    for name, write in writers.items():
-        file = results / f"{name}.json"
-        if file.exists():
-            parts.append(write(json.loads(file.read_text())))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts_of(results, writers))
 
 
 def optimizer_page(results: Path) -> str:
     """The block between the marks of docs/optimizer.md."""
-    file = results / "optimizer.json"
-    return optimizer_text(json.loads(file.read_text())) if file.exists() else ""
+    return "".join(parts_of(results, {"optimizer": optimizer_text}))
 
 
 def plan_text() -> str:

@@ -18,7 +18,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_compiler as fc
-from benchmarks.pages.performance import markdown, rewritten
+from benchmarks.harness.tables import markdown
+from benchmarks.pages.performance import rewritten
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan_data import Call

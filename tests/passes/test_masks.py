@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.harness.accuracy import chance, ratios_to_eager
-from benchmarks.harness.record import geometric_mean
+from benchmarks.harness.tables import geometric_mean
 from tests.exactness import not_as_close
 from tests.models import small
 
