@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from benchmarks.harness.timing import event_time
 
 ROUNDS = 30
 BARRIERS = 1000
@@ -283,18 +284,6 @@ def on_device(device: torch.device, shape: Shape) -> dict[str, Any]:
     return {"num_warps": 8, "maxnreg": registers, "launch_cooperative_grid": True}
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    samples: list[float] = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        samples.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(samples)
-
-
 def main(options: argparse.Namespace) -> None:
     quick: bool = options.quick
     torch.manual_seed(0)
@@ -305,7 +294,8 @@ def main(options: argparse.Namespace) -> None:
         call = replace(made, shape=shape).launcher(ahead=ahead, double=double)
         result, kernel = call()
         error = float((result.double() - truth).norm() / truth.norm())
-        took = "" if quick else f", {microseconds(call) / s.layers:.1f} us a layer, {kernel.n_spills} spills"
+        us = 0.0 if quick else 1e6 * event_time(call, ROUNDS) / s.layers
+        took = "" if quick else f", {us:.1f} us a layer, {kernel.n_spills} spills"
         name = f"{shape.programs} programs, ahead {ahead}, double {double}"
         print(f"{name}: error {error:.1e}{took}", flush=True)
     for shape in () if quick else shapes:
@@ -315,5 +305,5 @@ def main(options: argparse.Namespace) -> None:
             arrived.zero_()
             barriers[(shape.programs,)](arrived, BARRIERS, shape.programs, **on_device(arrived.device, shape))
 
-        print(f"a barrier of {shape.programs} programs: {microseconds(only) / BARRIERS:.2f} us")
+        print(f"a barrier of {shape.programs} programs: {1e6 * event_time(only, ROUNDS) / BARRIERS:.2f} us")
 

@@ -10,6 +10,7 @@ their own. Each graph is compiled before it is timed. With --quick it tries itse
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from benchmarks.harness.tables import table
+from benchmarks.harness.tables import figure, over, table
 from benchmarks.harness.timing import wall_time
 from benchmarks.models.measure import A_RUN
 
@@ -58,19 +59,21 @@ def main(options: argparse.Namespace) -> None:
     device, backend = torch.device("cpu" if quick else "cuda"), "eager" if quick else "auto"
     hidden, inner, layers = (32, 64, 2) if quick else (2048, 8192, 8)
     model = nn.Sequential(*(Layer(hidden, inner) for _ in range(layers))).to(device, torch.bfloat16)
-    given = {
+    given: dict[str, Any] = {
         "any number": fc.compile(model, backend=backend),
         "this number": fc.compile(model, backend=backend, dynamic=False),
         "torch.compile": torch.compile(model, mode="reduce-overhead"),
         "eager": model,
     }
     times = {
-        name: measured(f, device, hidden, each_anew=name == "this number") for name, f in given.items()
+        name: measured(f, device, hidden, each_anew=name == "this number")
+        for name, f in given.items()
+        if re.search(options.only, name)
     }
     lines: list[list[str]] = []
     for rows in ROWS:
-        own = [found[rows] for found in times.values()]
-        lines.append([str(rows), *(f"{us:.1f}" for us in own), f"{own[1] / own[0]:.2f}"])
-    print(table(["rows", *(f"{name} us" for name in given), "this / any"], lines))
+        ratio = over(*(times.get(f"{which} number", {}).get(rows) for which in ("this", "any")))
+        lines.append([str(rows), *(f"{us[rows]:.1f}" for us in times.values()), figure(ratio)])
+    print(table(["rows", *(f"{name} us" for name in times), "this / any"], lines))
     print(f"plans of any number: {len(list(given['any number'].plan))}")
 

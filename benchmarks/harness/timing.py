@@ -157,6 +157,25 @@ def host_time(call: Callable[[], object], device: torch.device, calls: int = 200
     return best
 
 
+def event_time(call: Callable[[], object], rounds: int, calls: int = 1, pause: int = 0) -> float:
+    """Median over rounds of the GPU's seconds of each of several calls, from the first one to the last.
+
+    A pause of so many clock ticks first lets the host run ahead of the GPU.
+    """
+    times: list[float] = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if pause:
+            torch.cuda._sleep(pause)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
+
+
 L2_BYTES = 64 << 20  # of a device whose driver does not say
 MOST_COPIES = 64
 

@@ -7,7 +7,7 @@ input and of the gradient of the weight, each with channels first (cf) and chann
 lie in that order, so that a time includes only the copies that ATen and cuDNN make by themselves. PyTorch
 picks the kernels: for depthwise convolutions in bfloat16, its own with channels first and cuDNN's with
 channels last. `gain` is cf / cl over all three; `copy` is the time that converting the input and the result
-between the two orders would take at 3 TB/s. Needs nothing but PyTorch.
+between the two orders would take at 3 TB/s.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import argparse
 import json
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
+
+from benchmarks.harness.timing import event_time, wall_time
 
 _aten = torch.ops.aten
 COPY = 3e12  # bytes per second, read and written, of a transposing copy
@@ -185,29 +186,20 @@ def _backward(
 
 
 def microseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median over rounds of the time of a call; a pause first lets the host run ahead of the GPU."""
-    for _ in range(2):
-        call()
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e6
-    times: list[float] = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(2_000_000)
-        begin.record()
-        for _ in range(CALLS):
+    """Return the time of a call; nan where PyTorch has no kernel."""
+    try:
+        for _ in range(2):
             call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / CALLS)
-    return statistics.median(times)
+    except RuntimeError:
+        return math.nan
+    cuda = device.type == "cuda"
+    return 1e6 * (event_time(call, ROUNDS, CALLS, 2_000_000) if cuda else wall_time(call, device, 1))
 
 
 def measure(case: Convolution, device: torch.device) -> Row:
     times = [
-        {name: _tried(call, device) for name, call in passes(case, last, device)} for last in (False, True)
+        {name: microseconds(call, device) for name, call in passes(case, last, device)}
+        for last in (False, True)
     ]
     spread = case.rank - 2
     elements = case.inputs * case.side**spread + case.outputs * (case.side // case.stride) ** spread
@@ -222,23 +214,15 @@ def as_data(case: Convolution, row: Row) -> str:
     return f'    _row("{sizes}", "{first}", "{last}"),'
 
 
-def _tried(call: Callable[[], object], device: torch.device) -> float:
-    try:
-        return microseconds(call, device)
-    except RuntimeError:
-        return math.nan
-
-
 def main(options: argparse.Namespace) -> None:
     begin, device = time.monotonic(), torch.device(options.device)
-    within = min(options.within, 80)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {where}; us cf/cl")
     print(f"{'convolution':44} {'forward':>13} {'dgrad':>13} {'wgrad':>13} {'gain':>5} {'copy':>5}")
     rows: list[Row] = []
     chosen = [case for case in cases() if re.search(options.filter, case.name)]
     for case in chosen:
-        if time.monotonic() - begin > within:
+        if time.monotonic() - begin > min(options.within, 80):
             break
         quick: dict[str, int] = {"batch": 1, "side": min(case.side, 8), "kernel": min(case.kernel, 5)}
         row = measure(replace(case, **quick) if options.quick else case, device)

@@ -2,7 +2,7 @@
 
 Q, K and V, or gate and up: two or three products by cuBLAS of the same rows against one of all columns, as if
 their weights lay behind each other in memory, forward, and backward for the input's gradient (whose sums are
-in the products' epilogues) and the weights'. bfloat16, median microseconds. Needs a GPU.
+in the products' epilogues) and the weights'. bfloat16, median microseconds. With --quick it tries itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.harness.tables import figure, table
 from benchmarks.harness.timing import device_time
 
 SHAPES = {  # rows, width of the input, widths of the products
@@ -24,14 +25,14 @@ SHAPES = {  # rows, width of the input, widths of the products
     "Llama-1B q, k, v, 1 x 1024": (1024, 2048, (2048, 512, 512)),
     "Llama-1B gate, up, 1 x 1024": (1024, 2048, (8192, 8192)),
 }
-REPETITIONS = 20
 
-
-def cases(rows: int, width: int, widths: tuple[int, ...]) -> dict[str, tuple[Callable[[], object], ...]]:
+def cases(
+    device: torch.device, rows: int, width: int, widths: tuple[int, ...]
+) -> dict[str, tuple[Callable[[], object], ...]]:
     """For each of the three directions: (apart, as one)."""
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     x, weights = random(rows, width), random(sum(widths), width)
     grads = random(rows, sum(widths))
@@ -51,11 +52,13 @@ def cases(rows: int, width: int, widths: tuple[int, ...]) -> dict[str, tuple[Cal
     }
 
 
-def main(_: argparse.Namespace) -> None:
-    device = torch.device("cuda")
-    print(f"{'':34}{'':20}{'apart':>9}{'as one':>9}")
-    for name, sizes in SHAPES.items():
-        for direction, calls in cases(*sizes).items():
-            apart, one = (1e6 * device_time(call, device, REPETITIONS).seconds for call in calls)
-            print(f"{name:34}{direction:20}{apart:9.1f}{one:9.1f}")
+def main(options: argparse.Namespace) -> None:
+    device, smaller = torch.device(options.device), 64 if options.quick else 1
+    lines: list[list[str]] = []
+    for name, (rows, width, widths) in SHAPES.items():
+        sizes = rows // smaller, width // smaller, tuple(w // smaller for w in widths)
+        for direction, calls in cases(device, *sizes).items():
+            times = (1e6 * device_time(call, device, options.repetitions).seconds for call in calls)
+            lines.append([f"{name}, {direction}", *(figure(us, ".1f") for us in times)])
+    print(table(["microseconds", "apart", "as one"], lines))
 

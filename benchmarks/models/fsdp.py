@@ -12,6 +12,7 @@ import argparse
 import gc
 import itertools
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -91,7 +92,7 @@ def measure(compile_: Compile, size: dict[str, int], device: torch.device, block
         "ms": step * 1e3,
         "host ms": statistics.median(host) * 1e3,
         "peak GB": peak / 1e9,
-        "loss": float(loss),
+        "loss": loss.item(),
     }
 
 
@@ -102,7 +103,7 @@ def main(options: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     for (name, compile_), blocks in itertools.product(CONTENDERS.items(), (False, True)):
-        if name == "eager" and blocks:
+        if (name == "eager" and blocks) or not re.search(options.only, name):
             continue
         torch._dynamo.reset()
         gc.collect()

@@ -75,62 +75,60 @@ def click_through(batch: int, tables: int, rows: int, width: int, each: int) -> 
 
 
 NETS: tuple[Workload, ...] = (
-    Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK, train=True),
+    Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK),
     Workload(
         "ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK,
-        train=True,
     ),
     Workload("ResNet-50, folded, 128 images", resnet_folded, _RESNET, _RESNET_QUICK, train=False),
     Workload(
         "ConvNeXt-T, train, 64 images", convnext,
         {"batch": 64, "width": 96, "depth": 9, "side": 224},
-        {"batch": 2, "width": 8, "depth": 1, "side": 32}, train=True,
+        {"batch": 2, "width": 8, "depth": 1, "side": 32},
     ),
     Workload(
         "diffusion U-Net block, train, 8 x 320 x 64 x 64", unet_block,
         {"batch": 8, "channels": 320, "heads": 10, "side": 64},
-        {"batch": 2, "channels": 16, "heads": 2, "side": 8}, train=True,
+        {"batch": 2, "channels": 16, "heads": 2, "side": 8},
     ),
     Workload(
         "Swin-T stage, train, 64 x 28 x 28", swin,
         {"batch": 64, "side": 28, "channels": 192, "heads": 6, "window": 7, "layers": 4},
-        {"batch": 2, "side": 8, "channels": 16, "heads": 2, "window": 4, "layers": 2}, train=True,
+        {"batch": 2, "side": 8, "channels": 16, "heads": 2, "window": 4, "layers": 2},
     ),
     Workload(
         "Evoformer block, train, 128 x 256", evoformer,
         {"batch": 1, "sequences": 128, "length": 256, "channels": 256, "pair": 128, "heads": 8},
-        {"batch": 1, "sequences": 3, "length": 8, "channels": 32, "pair": 16, "heads": 4}, train=True,
+        {"batch": 1, "sequences": 3, "length": 8, "channels": 32, "pair": 16, "heads": 4},
     ),
     Workload(
         "T5-large 6 + 6 layers, train, 8 x 512", t5, {"batch": 8, **_T5},
-        {"batch": 2, "length": 16, "hidden": 64, "layers": 2, "heads": 4, "vocabulary": 128}, train=True,
+        {"batch": 2, "length": 16, "hidden": 64, "layers": 2, "heads": 4, "vocabulary": 128},
     ),
     Workload(
         "Mixtral 4 layers of 8 experts, train, 2 x 2048", mixtral,
         {"batch": 2, "length": 2048, "hidden": 1024, "inner": 3584, "layers": 4, "heads": 16, "experts": 8},
         {"batch": 2, "length": 16, "hidden": 64, "inner": 96, "layers": 1, "heads": 4, "experts": 4},
-        train=True,
     ),
     Workload(
         "DeepSeek-V3's experts, train, 4 x 2048", deepseek,
         {"batch": 4, "length": 2048, "hidden": 2048, "inner": 1024, "experts": 32, "chosen": 4},
-        {"batch": 2, "length": 16, "hidden": 32, "inner": 16, "experts": 8, "chosen": 2}, train=True,
+        {"batch": 2, "length": 16, "hidden": 32, "inner": 16, "experts": 8, "chosen": 2},
     ),
     Workload(
         "Mamba-2 4 layers, train, 2 x 2048", mamba_2,
         {"batch": 2, "length": 2048, "hidden": 768, "layers": 4, "state": 64, "chunk": 64},
-        {"batch": 2, "length": 20, "hidden": 32, "layers": 1, "state": 8, "chunk": 8}, train=True,
+        {"batch": 2, "length": 20, "hidden": 32, "layers": 1, "state": 8, "chunk": 8},
     ),
     Workload(
         "Mamba 2 layers, train, 2 x 64", mamba,
         {"batch": 2, "length": 64, "hidden": 768, "layers": 2},
-        {"batch": 2, "length": 8, "hidden": 32, "layers": 1}, train=True,
+        {"batch": 2, "length": 8, "hidden": 32, "layers": 1},
     ),
     *(
         Workload(
             f"graph attention 2 layers, train, a million edges, {name}", graph_attention,
             {"batch": 100000, "edges": 1000000, "features": 128, "heads": 4, "width": 64, "hubs": hubs},
-            {"batch": 20, "edges": 80, "features": 8, "heads": 2, "width": 8, "hubs": 20}, train=True,
+            {"batch": 20, "edges": 80, "features": 8, "heads": 2, "width": 8, "hubs": 20},
             dtype=torch.float32, exact=torch.float64,
         )
         for name, hubs in (("evenly", 100000), ("to ten hubs", 10))
@@ -138,6 +136,6 @@ NETS: tuple[Workload, ...] = (
     Workload(
         "DLRM's embeddings, train, 16384", click_through,
         {"batch": 16384, "tables": 26, "rows": 20000, "width": 64, "each": 4},
-        {"batch": 32, "tables": 3, "rows": 20, "width": 8, "each": 4}, train=True,
+        {"batch": 32, "tables": 3, "rows": 20, "width": 8, "each": 4},
     ),
 )  # fmt: skip

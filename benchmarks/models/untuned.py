@@ -201,39 +201,33 @@ def gat(nodes: int, edges: int, heads: int, width: int) -> tuple[nn.Module, Batc
 IMAGES, FEW_IMAGES = {"batch": 64, "side": 224}, {"batch": 2, "side": 32}
 
 
-def row(
-    name: str, build: Any, sizes: dict[str, int], quick: dict[str, int], *, train: bool = True, **dtypes: Any
-) -> Workload:
-    return Workload(name, build, sizes, quick, train, **dtypes)
-
-
-FLOAT32 = {"dtype": torch.float32, "exact": torch.float64}
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "exact": torch.float64}
 
 UNTUNED: tuple[Workload, ...] = (
-    row(
+    Workload(
         "ALBERT 8 layers, train, 32 x 512", language("Albert:ForMaskedLM", vocab_size=30000),
         {"batch": 32, "length": 512, "hidden_size": 768, "num_attention_heads": 12,
          "intermediate_size": 3072, "num_hidden_layers": 8},
         {"batch": 2, "length": 16, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
          "num_hidden_layers": 2},
     ),
-    row(
+    Workload(
         "XLNet 4 layers, train, 8 x 512", language("XLNet:LMHeadModel", vocab_size=32000),
         {"batch": 8, "length": 512, "d_model": 768, "n_layer": 4, "n_head": 12, "d_inner": 3072},
         {"batch": 2, "length": 16, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64},
     ),
-    row(
+    Workload(
         "OPT 8 layers, train, 8 x 1024", language("OPT:ForCausalLM", vocab_size=50272, use_cache=False),
         {"batch": 8, "length": 1024, "num_hidden_layers": 8},
         {"batch": 2, "length": 16, "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 64,
          "num_attention_heads": 2, "word_embed_proj_dim": 32},
     ),
-    row(
+    Workload(
         "Bloom 6 layers, train, 8 x 1024", language("Bloom:ForCausalLM", vocab_size=50304, use_cache=False),
         {"batch": 8, "length": 1024, "hidden_size": 1024, "n_layer": 6, "n_head": 16},
         {"batch": 2, "length": 16, "hidden_size": 32, "n_layer": 1, "n_head": 2},
     ),
-    row(
+    Workload(
         "Qwen3-MoE 4 layers, train, 4 x 1024",
         language("Qwen3Moe:ForCausalLM", vocab_size=64000, use_cache=False),
         {"batch": 4, "length": 1024, "hidden_size": 1024, "intermediate_size": 2816,
@@ -243,45 +237,47 @@ UNTUNED: tuple[Workload, ...] = (
          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
          "num_experts": 4, "num_experts_per_tok": 2},
     ),
-    row(
+    Workload(
         "BART 4 + 4 layers, train, 16 x 512", bart,
         {"batch": 16, "length": 512, "d_model": 768, "layers": 4, "heads": 12, "inner": 3072},
         {"batch": 2, "length": 16, "d_model": 32, "layers": 1, "heads": 2, "inner": 64},
     ),
-    row("CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}),
-    row(
+    Workload("CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}),
+    Workload(
         "SegFormer, 16 x 512 x 512", of_images("Segformer:ForSemanticSegmentation"),
         {"batch": 16, "side": 512}, {"batch": 1, "side": 64}, train=False,
     ),
-    row(
+    Workload(
         "DINOv2 8 layers, train, 64 images", of_images("Dinov2:Model"), IMAGES | {"num_hidden_layers": 8},
         {"batch": 1, "side": 28, "num_hidden_layers": 1},
     ),
-    row(
+    Workload(
         "PatchTST, train, 128 series", patchtst, {"batch": 128, "length": 512, "layers": 3},
         {"batch": 2, "length": 64, "layers": 1}, **FLOAT32,
     ),
-    row("Swin-T, train, 64 images", classifier("swin_tiny_patch4_window7_224"), {"batch": 64}, {"batch": 1}),
-    row(
+    Workload(
+        "Swin-T, train, 64 images", classifier("swin_tiny_patch4_window7_224"), {"batch": 64}, {"batch": 1}
+    ),
+    Workload(
         "EfficientNet-B0, train, 128 images", classifier("efficientnet_b0"), IMAGES | {"batch": 128},
         FEW_IMAGES,
     ),
-    row(
+    Workload(
         "ResNeXt-50, 64 images", classifier("resnext50_32x4d", train=False), IMAGES,
         FEW_IMAGES | {"batch": 1}, train=False,
     ),
-    row("RegNetY-3.2, train, 64 images", classifier("regnety_032"), IMAGES, FEW_IMAGES),
-    row("MLP-Mixer, train, 64 images", classifier("mixer_b16_224"), {"batch": 64}, {"batch": 1}),
-    row(
+    Workload("RegNetY-3.2, train, 64 images", classifier("regnety_032"), IMAGES, FEW_IMAGES),
+    Workload("MLP-Mixer, train, 64 images", classifier("mixer_b16_224"), {"batch": 64}, {"batch": 1}),
+    Workload(
         "speedrun GPT 8 layers, train, 4 x 2048", speedrun_gpt,
         {"batch": 4, "length": 2048, "hidden": 1024, "heads": 8, "layers": 8, "vocabulary": 50304},
         {"batch": 2, "length": 16, "hidden": 32, "heads": 2, "layers": 1, "vocabulary": 128},
     ),
-    row(
+    Workload(
         "DLRM, train, 16384 clicks", dlrm, {"batch": 16384, "bags": 26, "rows": 20000, "width": 64},
         {"batch": 8, "bags": 3, "rows": 20, "width": 8},
     ),
-    row(
+    Workload(
         "GAT 2 layers, train, 1M edges", gat, {"nodes": 100000, "edges": 1000000, "heads": 4, "width": 64},
         {"nodes": 20, "edges": 60, "heads": 2, "width": 4}, **FLOAT32,
     ),

@@ -27,7 +27,7 @@ class Workload:
     build: Build
     sizes: Mapping[str, int]
     quick: Mapping[str, int]
-    train: bool
+    train: bool = True
     dtype: torch.dtype = torch.bfloat16
     exact: torch.dtype = torch.float32  # of the truth; float64 where it fits the device
 
@@ -254,12 +254,12 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         "BERT-large 12 layers, train, 16 x 512", bert,
         {"batch": 16, "length": 512, "hidden": 1024, "layers": 12, "heads": 16, "vocabulary": 30522},
-        QUICK, train=True,
+        QUICK,
     ),
     Workload(
         "GPT-2 medium 12 layers, train, 8 x 1024", gpt2,
         {"batch": 8, "length": 1024, "hidden": 1024, "layers": 12, "heads": 16, "vocabulary": 50257},
-        QUICK, train=True,
+        QUICK,
     ),
     Workload(
         "Llama 8 layers of the 1B shape, prefill, 4 x 2048", llama_prefill,
@@ -269,7 +269,6 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         "Llama 8 layers of the 1B shape, train, 4 x 2048", llama_train,
         {"batch": 4, "length": 2048, "layers": 8, **LLAMA}, {"batch": 2, "length": 16, **LLAMA_QUICK},
-        train=True,
     ),
     Workload(
         "ViT-B/16, inference, 64 images", vit,
@@ -284,7 +283,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload(
         "BERT-large encoder layer written out, fp16, train, 8 x 512", encoder_layer,
         {"batch": 8, "length": 512, "hidden": 1024, "heads": 16},
-        {"batch": 2, "length": 16, "hidden": 64, "heads": 4}, train=True,
+        {"batch": 2, "length": 16, "hidden": 64, "heads": 4},
         dtype=torch.float16, exact=torch.float64,
     ),
     Workload(

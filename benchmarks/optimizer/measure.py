@@ -61,11 +61,11 @@ STEPS: tuple[Workload, ...] = (
     Workload(
         "ViT-L/16, train, 1 image", vit,
         {"batch": 1, "hidden": 1024, "layers": 24, "heads": 16, "side": 224},
-        {"batch": 1, "hidden": 64, "layers": 2, "heads": 4, "side": 32}, train=True,
+        {"batch": 1, "hidden": 64, "layers": 2, "heads": 4, "side": 32},
     ),
     Workload(
         "MobileNetV2, train, 32 images", mobilenet, {"batch": 32, "stages": 7, "side": 224},
-        {"batch": 2, "stages": 2, "side": 32}, train=True,
+        {"batch": 2, "stages": 2, "side": 32},
     ),
 )  # fmt: skip
 LIST = "Llama-1B parameters"
