@@ -63,10 +63,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="models, optimizer: seconds after which no cell is begun",
     )  # fmt: skip
     add("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
-    add(
-        "--from", type=Path, dest="timed",
-        help="schedules: rank those that this file has timed; no GPU",
-    )  # fmt: skip
+    add("--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU")
     add("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models.workloads import (
-    Batch,
+    Built,
     Decoder,
     Workload,
     from_config,
@@ -21,13 +21,11 @@ from benchmarks.models.workloads import (
 )
 
 
-def llama(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def llama(batch: int, context: int, length: int, **shape: int) -> Built:
     return decoding(llama_model(length, **shape), batch, context, length, shape["vocabulary"])
 
 
-def decoding(
-    model: nn.Module, batch: int, context: int, length: int, vocabulary: int
-) -> tuple[nn.Module, Batch]:
+def decoding(model: nn.Module, batch: int, context: int, length: int, vocabulary: int) -> Built:
     decoder = Decoder(model, tokens(vocabulary, batch, context), length)
     return decoder, {"input_ids": tokens(vocabulary, batch, 1)}
 
@@ -47,7 +45,7 @@ class LongContext(Decoder):
         self.rewind()
 
 
-def long_context(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def long_context(batch: int, context: int, length: int, **shape: int) -> Built:
     prompt = tokens(shape["vocabulary"], batch, 8)
     decoder = LongContext(llama_model(length, **shape), prompt, length, context)
     return decoder, {"input_ids": tokens(shape["vocabulary"], batch, 1)}
@@ -91,7 +89,7 @@ class Int4Linear(nn.Module):
         return F.linear(x, (whole.unflatten(1, (-1, self.group)) * self.scale[..., None]).flatten(1))
 
 
-def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> Built:
     """kind: 0 for int8, 1 for float8, 2 for int4; the head is of the embedding, and stays as it is."""
     decoder, made = llama(batch, context, length, **shape)
     float8 = functools.partial(Int8Linear, dtype=torch.float8_e4m3fn)
@@ -103,18 +101,18 @@ def quantised(kind: int, batch: int, context: int, length: int, **shape: int) ->
     return decoder, made
 
 
-def qwen3(batch: int, context: int, length: int, head: int, **shape: int) -> tuple[nn.Module, Batch]:
+def qwen3(batch: int, context: int, length: int, head: int, **shape: int) -> Built:
     more: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
     model = grouped_model("Qwen3", length, head_dim=head, **shape, **more)
     return decoding(model, batch, context, length, shape["vocabulary"])
 
 
-def mixtral(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def mixtral(batch: int, context: int, length: int, **shape: int) -> Built:
     model = grouped_model("Mixtral", length, bos_token_id=0, eos_token_id=0, **shape)
     return decoding(model, batch, context, length, shape["vocabulary"])
 
 
-def gpt2(batch: int, context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def gpt2(batch: int, context: int, length: int, **shape: int) -> Built:
     shape = {name: shape[name] for name in ("hidden", "layers", "heads", "vocabulary")}
     return decoding(gpt2_model(length, **shape), batch, context, length, shape["vocabulary"])
 
@@ -158,7 +156,7 @@ class T5Decoder(Decoder):
 def t5(
     batch: int, context: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int,
     encoded: int, **_: int,
-) -> tuple[nn.Module, Batch]:  # fmt: skip
+) -> Built:  # fmt: skip
     model = from_config(
         "T5:ForConditionalGeneration", vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads,
         d_ff=4 * hidden, num_layers=layers, num_heads=heads,

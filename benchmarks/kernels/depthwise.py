@@ -66,9 +66,7 @@ POOLS: dict[str, tuple[int, int, int, Pool]] = {
     "maxima 3 x 3 by 2, Inception": (128, 35, 288, lambda x: F.max_pool2d(x, 3, 2)),
     "averages 2 x 2, DenseNet": (128, 56, 128, lambda x: F.avg_pool2d(x, 2)),
     "averages 3 x 3, Inception": (128, 35, 192, lambda x: F.avg_pool2d(x, 3, 1, 1)),
-    "averages 3 x 3, PoolFormer": (
-        128, 56, 64, lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-    ),
+    "averages 3 x 3, PoolFormer": (128, 56, 64, lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)),
     "averages 3 x 3, PoolFormer, small": (
         128, 14, 320, lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.workloads import Batch, from_config, labelled
+from benchmarks.models.workloads import Built, from_config, labelled
 
 
 class WindowAttention(nn.Module):
@@ -190,9 +190,7 @@ class Evoformer(nn.Module):
         return pair + self.transition_pair(pair)
 
 
-def swin(
-    batch: int, side: int, channels: int, heads: int, window: int, layers: int
-) -> tuple[nn.Module, Batch]:
+def swin(batch: int, side: int, channels: int, heads: int, window: int, layers: int) -> Built:
     x = torch.randn(batch, side, side, channels).requires_grad_()
     return Swin(channels, heads, side, window, layers), {"x": x}
 

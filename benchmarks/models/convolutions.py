@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.models.workloads import Built
 
 
 class Bottleneck(nn.Module):
@@ -196,26 +197,26 @@ class UNetBlock(nn.Module):
         return self.last(torch.cat((x, h), 1), time)
 
 
-def resnet(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def resnet(batch: int, width: int, depth: int, side: int) -> Built:
     """depth: blocks of the third stage; ResNet-50 has 6."""
     depths = (3, 4, depth, 3) if depth > 1 else (1, 1)
     model = ResNet(width, depths).to(memory_format=torch.channels_last)
     return model, {"x": images(batch, 3, side)}
 
 
-def resnet_by_channel(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def resnet_by_channel(batch: int, width: int, depth: int, side: int) -> Built:
     """Its images and weights channel by channel, as PyTorch makes them."""
     model, inputs = resnet(batch, width, depth, side)
     return model.to(memory_format=torch.contiguous_format), {n: x.contiguous() for n, x in inputs.items()}
 
 
-def mobilenet(batch: int, stages: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def mobilenet(batch: int, stages: int, side: int) -> Built:
     """stages: 7 of MobileNetV2."""
     model = MobileNetV2(stages).to(memory_format=torch.channels_last)
     return model, {"x": images(batch, 3, side)}
 
 
-def resnet_folded(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def resnet_folded(batch: int, width: int, depth: int, side: int) -> Built:
     """Every batch norm in the weights of the convolution before it."""
     model, inputs = resnet(batch, width, depth, side)
     model.eval()
@@ -232,13 +233,13 @@ def _fold(module: nn.Module) -> None:
             setattr(module, norm_name, nn.Identity())
 
 
-def convnext(batch: int, width: int, depth: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def convnext(batch: int, width: int, depth: int, side: int) -> Built:
     """depth: blocks of the third stage; ConvNeXt-T has 9."""
     depths = (3, 3, depth, 3) if depth > 1 else (1, 1)
     return ConvNeXt(width, depths).to(memory_format=torch.channels_last), {"x": images(batch, 3, side)}
 
 
-def unet_block(batch: int, channels: int, heads: int, side: int) -> tuple[nn.Module, dict[str, Any]]:
+def unet_block(batch: int, channels: int, heads: int, side: int) -> Built:
     model = UNetBlock(channels, heads).to(memory_format=torch.channels_last)
     x = images(batch, channels, side).requires_grad_()
     return model, {"x": x, "time": torch.randn(batch, 4 * channels)}

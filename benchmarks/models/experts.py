@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.workloads import Batch, from_config, grouped_model, labelled
+from benchmarks.models.workloads import Built, from_config, grouped_model, labelled
 
 
-def mixtral(batch: int, length: int, heads: int, experts: int, **shape: int) -> tuple[nn.Module, Batch]:
+def mixtral(batch: int, length: int, heads: int, experts: int, **shape: int) -> Built:
     model = grouped_model(
         "Mixtral", length, heads=heads, kv_heads=heads // 2, vocabulary=32000, num_local_experts=experts,
         use_cache=False, **shape,
@@ -60,22 +60,18 @@ class SharedAndRoutedExperts(nn.Module):
         return x + shared.index_add(0, index.flatten(), routed.flatten(0, 1)).view_as(x)
 
 
-def deepseek(
-    batch: int, length: int, hidden: int, inner: int, experts: int, chosen: int
-) -> tuple[nn.Module, Batch]:
+def deepseek(batch: int, length: int, hidden: int, inner: int, experts: int, chosen: int) -> Built:
     model = SharedAndRoutedExperts(hidden, inner, experts, chosen, experts // 4)
     return model, {"x": torch.randn(batch, length, hidden).requires_grad_()}
 
 
-def mamba_2(
-    batch: int, length: int, hidden: int, state: int, chunk: int, **shape: int
-) -> tuple[nn.Module, Batch]:
+def mamba_2(batch: int, length: int, hidden: int, state: int, chunk: int, **shape: int) -> Built:
     """Chunks in parallel, what lies between them by cumsum (Dao and Gu, 2024)."""
     more = {"num_heads": hidden // 32, "head_dim": 64, "n_groups": 1, "chunk_size": chunk}
     return labelled(state_space("Mamba2", hidden, state, **shape, **more), batch, length)
 
 
-def mamba(batch: int, length: int, hidden: int, layers: int) -> tuple[nn.Module, Batch]:
+def mamba(batch: int, length: int, hidden: int, layers: int) -> Built:
     """A step for each token, each a few operations: transformers' loop where it has no kernels."""
     return labelled(state_space("Mamba", hidden, 16, layers), batch, length)
 

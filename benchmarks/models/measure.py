@@ -34,7 +34,7 @@ from benchmarks.harness.timing import device_time, host_time, synchronize, wall_
 from benchmarks.models import steps
 from benchmarks.models.nets import NETS
 from benchmarks.models.untuned import UNTUNED
-from benchmarks.models.workloads import WORKLOADS, Batch, Decoder, gradient_for, result_of, step
+from benchmarks.models.workloads import WORKLOADS, Batch, Built, Decoder, gradient_for, result_of, step
 
 SETS = {"models": (*WORKLOADS, *NETS), "decode": DECODERS, "untuned": UNTUNED}
 SETS["memory"] = SETS["models"]
@@ -95,7 +95,7 @@ class Task:
     check: bool
     memory: bool
 
-    def make(self, **other: Any) -> tuple[nn.Module, Batch]:
+    def make(self, **other: Any) -> Built:
         return ALL[self.workload].make(self.device, self.quick, **other)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.models.attentions import evoformer, swin, t5
 from benchmarks.models.convolutions import convnext, resnet, resnet_by_channel, resnet_folded, unet_block
 from benchmarks.models.experts import deepseek, mamba, mamba_2, mixtral
-from benchmarks.models.workloads import Batch, Workload
+from benchmarks.models.workloads import Batch, Built, Workload
 
 _RESNET = {"batch": 128, "width": 64, "depth": 6, "side": 224}
 _RESNET_QUICK = {"batch": 2, "width": 8, "depth": 1, "side": 32}
@@ -45,9 +45,7 @@ class GraphNet(nn.Module):
         return self.second(self.first(x, source, target), source, target)
 
 
-def graph_attention(
-    batch: int, edges: int, features: int, heads: int, width: int, hubs: int
-) -> tuple[nn.Module, Batch]:
+def graph_attention(batch: int, edges: int, features: int, heads: int, width: int, hubs: int) -> Built:
     """batch: nodes of one graph. hubs: those that half of all edges lead to."""
     source, target = torch.randint(batch, (2, edges))
     target[::2] %= hubs
@@ -70,15 +68,13 @@ class ClickThrough(nn.Module):
         return self.top((x @ x.transpose(1, 2))[:, self.pairs[0], self.pairs[1]])
 
 
-def click_through(batch: int, tables: int, rows: int, width: int, each: int) -> tuple[nn.Module, Batch]:
+def click_through(batch: int, tables: int, rows: int, width: int, each: int) -> Built:
     return ClickThrough(tables, rows, width), {"indices": torch.randint(rows, (batch, tables, each))}
 
 
 NETS: tuple[Workload, ...] = (
     Workload("ResNet-50, train, 128 images", resnet, _RESNET, _RESNET_QUICK),
-    Workload(
-        "ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK,
-    ),
+    Workload("ResNet-50 channel by channel, train, 128 images", resnet_by_channel, _RESNET, _RESNET_QUICK),
     Workload("ResNet-50, folded, 128 images", resnet_folded, _RESNET, _RESNET_QUICK, train=False),
     Workload(
         "ConvNeXt-T, train, 64 images", convnext,

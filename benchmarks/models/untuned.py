@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.models.nets import GraphNet
-from benchmarks.models.workloads import Batch, Workload, from_config, labelled, tokens
+from benchmarks.models.workloads import Built, Workload, from_config, labelled, tokens
 
 
 def language(name: str, **fixed: Any) -> Any:
     """Return a build of a model of transformers that computes its loss from `input_ids` and `labels`."""
 
-    def build(batch: int, length: int, **config: Any) -> tuple[nn.Module, Batch]:
+    def build(batch: int, length: int, **config: Any) -> Built:
         # Some of XLNet's parameters are born in float32.
         model = from_config(name, **fixed, **config).to(torch.get_default_dtype())
         return labelled(model, batch, length, first=5)
@@ -28,9 +28,7 @@ def language(name: str, **fixed: Any) -> Any:
     return build
 
 
-def bart(
-    batch: int, length: int, layers: int, heads: int, inner: int, **config: Any
-) -> tuple[nn.Module, Batch]:
+def bart(batch: int, length: int, layers: int, heads: int, inner: int, **config: Any) -> Built:
     sides = {
         f"{side}_{key}": value
         for side in ("encoder", "decoder")
@@ -40,7 +38,7 @@ def bart(
     return build(batch, length, **sides, **config)
 
 
-def clip(batch: int, layers: int) -> tuple[nn.Module, Batch]:
+def clip(batch: int, layers: int) -> Built:
     depth = {"num_hidden_layers": layers}
     inputs = {"input_ids": torch.randint(5, 49000, (batch, 77))}
     model = from_config("CLIP:Model", text_config=depth, vision_config=depth)
@@ -50,13 +48,13 @@ def clip(batch: int, layers: int) -> tuple[nn.Module, Batch]:
 def of_images(name: str) -> Any:
     """Return a build of a model of transformers that takes images."""
 
-    def build(batch: int, side: int, **config: Any) -> tuple[nn.Module, Batch]:
+    def build(batch: int, side: int, **config: Any) -> Built:
         return from_config(name, **config), {"pixel_values": torch.randn(batch, 3, side, side)}
 
     return build
 
 
-def patchtst(batch: int, length: int, layers: int) -> tuple[nn.Module, Batch]:
+def patchtst(batch: int, length: int, layers: int) -> Built:
     model = from_config(
         "PatchTST:ForPrediction", num_input_channels=7, context_length=length, patch_length=16,
         patch_stride=8, prediction_length=96, d_model=128, num_hidden_layers=layers, num_attention_heads=16,
@@ -80,7 +78,7 @@ class Classifier(nn.Module):
 
 
 def classifier(name: str, train: bool = True) -> Any:
-    def build(batch: int, side: int = 224) -> tuple[nn.Module, Batch]:
+    def build(batch: int, side: int = 224) -> Built:
         labels = {"labels": torch.randint(1000, (batch,))} if train else {}
         return Classifier(name), {"images": torch.randn(batch, 3, side, side)} | labels
 
@@ -145,7 +143,7 @@ class SpeedrunGPT(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
-def speedrun_gpt(batch: int, length: int, vocabulary: int, **sizes: int) -> tuple[nn.Module, Batch]:
+def speedrun_gpt(batch: int, length: int, vocabulary: int, **sizes: int) -> Built:
     ids = tokens(vocabulary, batch, length)
     return SpeedrunGPT(length, vocabulary=vocabulary, **sizes), {"ids": ids, "targets": ids.roll(-1, 1)}
 
@@ -169,7 +167,7 @@ class Clicks(nn.Module):
         return F.binary_cross_entropy_with_logits(scores, clicked.float())
 
 
-def dlrm(batch: int, bags: int, rows: int, width: int) -> tuple[nn.Module, Batch]:
+def dlrm(batch: int, bags: int, rows: int, width: int) -> Built:
     inputs = {
         "numbers": torch.randn(batch, 13),
         "ids": torch.randint(rows, (batch, bags, 4)),
@@ -188,7 +186,7 @@ class NodeClassifier(nn.Module):
         return F.cross_entropy(self.head(self.layers(x, source, target)), labels)
 
 
-def gat(nodes: int, edges: int, heads: int, width: int) -> tuple[nn.Module, Batch]:
+def gat(nodes: int, edges: int, heads: int, width: int) -> Built:
     inputs = {
         "x": torch.randn(nodes, 128),
         "source": torch.randint(nodes, (edges,)),

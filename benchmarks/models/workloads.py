@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from examples.encoder_layer import EncoderLayer
 
 Batch = dict[str, Any]
-Build = Callable[..., tuple[nn.Module, Batch]]
+Built = tuple[nn.Module, Batch]  # a model, and the keyword arguments of a call
+Build = Callable[..., Built]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Workload:
         quick: bool = False,
         dtype: torch.dtype | None = None,
         weights: Mapping[str, Tensor] | None = None,
-    ) -> tuple[nn.Module, Batch]:
+    ) -> Built:
         """The module and a batch; the same ones every time, or with the `weights` that are given."""
         torch.manual_seed(0)
         before = torch.get_default_dtype()
@@ -103,16 +104,14 @@ def from_config(name: str, **fields: Any) -> nn.Module:
     return getattr(transformers, f"{family}{rest}")(config)
 
 
-def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> tuple[nn.Module, Batch]:
+def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> Built:
     """Return a language model with tokens, from `first` on, that are its labels as well."""
     config: Any = model.config
     ids = torch.randint(first, config.vocab_size, (batch, length))
     return model, {"input_ids": ids, "labels": ids}
 
 
-def bert(
-    batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int
-) -> tuple[nn.Module, Batch]:
+def bert(batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int) -> Built:
     model = from_config(
         "Bert:ForMaskedLM", vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers,
         num_attention_heads=heads, intermediate_size=4 * hidden, max_position_embeddings=length,
@@ -127,7 +126,7 @@ def gpt2_model(length: int, hidden: int, layers: int, heads: int, vocabulary: in
     )  # fmt: skip
 
 
-def gpt2(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def gpt2(batch: int, length: int, **shape: int) -> Built:
     model: Any = gpt2_model(length, use_cache=False, **shape)
     model.loss_type = "ForCausalLM"  # its class name hides it, and the warning would break the graph
     return labelled(model, batch, length)
@@ -150,12 +149,12 @@ def llama_model(length: int, **shape: int) -> nn.Module:
     return grouped_model("Llama", length, **shape, **more)
 
 
-def llama_prefill(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def llama_prefill(batch: int, length: int, **shape: int) -> Built:
     ids = tokens(shape["vocabulary"], batch, length)
     return llama_model(length, **shape), {"input_ids": ids, "use_cache": False}
 
 
-def llama_train(batch: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def llama_train(batch: int, length: int, **shape: int) -> Built:
     model, made = llama_prefill(batch, length, **shape)
     return model, made | {"labels": made["input_ids"]}
 
@@ -216,12 +215,12 @@ class Decoder(nn.Module):
         return total + sum(x.nbytes * self.context // self.length for x in kept)
 
 
-def llama_decode(context: int, length: int, **shape: int) -> tuple[nn.Module, Batch]:
+def llama_decode(context: int, length: int, **shape: int) -> Built:
     decoder = Decoder(llama_model(length, **shape), tokens(shape["vocabulary"], 1, context), length)
     return decoder, {"input_ids": tokens(shape["vocabulary"], 1, 1)}
 
 
-def vit(batch: int, hidden: int, layers: int, heads: int, side: int) -> tuple[nn.Module, Batch]:
+def vit(batch: int, hidden: int, layers: int, heads: int, side: int) -> Built:
     model = from_config(
         "ViT:ForImageClassification", hidden_size=hidden, num_hidden_layers=layers,
         num_attention_heads=heads, intermediate_size=4 * hidden, image_size=side, patch_size=16,
@@ -230,7 +229,7 @@ def vit(batch: int, hidden: int, layers: int, heads: int, side: int) -> tuple[nn
     return model, {"pixel_values": torch.randn(batch, 3, side, side)}
 
 
-def whisper(batch: int, hidden: int, layers: int, heads: int, frames: int) -> tuple[nn.Module, Batch]:
+def whisper(batch: int, hidden: int, layers: int, heads: int, frames: int) -> Built:
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -241,7 +240,7 @@ def whisper(batch: int, hidden: int, layers: int, heads: int, frames: int) -> tu
     return WhisperEncoder(config), {"input_features": torch.randn(batch, 80, frames)}
 
 
-def encoder_layer(batch: int, length: int, hidden: int, heads: int) -> tuple[nn.Module, Batch]:
+def encoder_layer(batch: int, length: int, hidden: int, heads: int) -> Built:
     layer = EncoderLayer(hidden, heads, 4 * hidden)
     return layer, {"x": torch.randn(batch, length, hidden).requires_grad_()}
 
