@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,9 +44,16 @@ BENCHMARKS = {
 }
 
 
+def module_of(benchmark: str) -> Any:
+    return import_module(f"benchmarks.{BENCHMARKS[benchmark]}")
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    named = next((name for name in given if name in BENCHMARKS), None)
+    about = module_of(named).__doc__ if named and {"-h", "--help"} & {*given} else __doc__
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__, formatter_class=formatter)
+    parser = argparse.ArgumentParser("python -m benchmarks", description=about, formatter_class=formatter)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     add = parser.add_argument
     add("--json", type=Path, help="where the results go, row by row")
@@ -70,10 +78,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--jobs", type=int, default=0,
         help="kernels, sweep: processes that compile ours ahead; models, architectures: at once",
     )  # fmt: skip
-    add("--size", default="middle", help="fsdp: tiny, small, middle or large")
+    sizes = ("tiny", "small", "middle", "large")
+    add("--size", choices=sizes, default="middle", help="fsdp: the model's shape")
     add("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     add("--warm-caches", action="store_true", help="use the caches that are there")
-    given = sys.argv[1:] if arguments is None else list(arguments)
     options = parser.parse_args(given)
     options.arguments = given  # what the processes that compile ahead are called with
     if options.resume and options.json is None:
@@ -88,7 +96,7 @@ def main() -> None:
             # Compile seconds mean nothing with somebody else's artefacts on disk.
             for variable in CACHES:
                 os.environ[variable] = str(Path(home) / variable.lower())
-        import_module(f"benchmarks.{BENCHMARKS[options.benchmark]}").main(options)
+        module_of(options.benchmark).main(options)
 
 
 if __name__ == "__main__":

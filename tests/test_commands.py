@@ -7,14 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.__main__ import BENCHMARKS, parse
+from benchmarks.__main__ import BENCHMARKS, module_of, parse
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness.record import ROOT
 from benchmarks.kernels import depthwise
@@ -68,7 +67,7 @@ def test_a_command_runs_without_a_gpu(
     torch._dynamo.reset()
     try:
         quick = ("--quick", "--device", "cpu", "--repetitions", "1", "--jobs", "1")
-        import_module(f"benchmarks.{BENCHMARKS[name]}").main(parse([name, *quick, *arguments]))
+        module_of(name).main(parse([name, *quick, *arguments]))
     finally:
         torch.set_default_dtype(dtype)
     out = capfd.readouterr().out
@@ -98,7 +97,9 @@ def test_the_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse([name, "--help"])
-    assert ended.value.code == 0 and "--resume" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "--resume" in out
+    assert (module_of(name).__doc__ or "").strip().splitlines()[0] in out
 
 
 @pytest.mark.parametrize("cases", [ALL_CASES, sweep(), depthwise.CASES], ids=["all", "sweep", "depthwise"])
