@@ -49,9 +49,9 @@ def module_of(benchmark: str) -> Any:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    named = next((name for name in given if name in BENCHMARKS), None)
-    about = module_of(named).__doc__ if named and {"-h", "--help"} & {*given} else __doc__
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    named = next((name for name in words if name in BENCHMARKS), None)
+    about = module_of(named).__doc__ if named and {"-h", "--help"} & {*words} else __doc__
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m benchmarks", description=about, formatter_class=formatter)
     parser.add_argument("benchmark", choices=BENCHMARKS)
@@ -82,8 +82,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--size", choices=sizes, default="middle", help="fsdp: the model's shape")
     add("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     add("--warm-caches", action="store_true", help="use the caches that are there")
-    options = parser.parse_args(given)
-    options.arguments = given  # what the processes that compile ahead are called with
+    options = parser.parse_args(words)
+    options.arguments = words  # what the processes that compile ahead are called with
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
     return options

@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> None:
     device, backend = torch.device("cpu" if quick else "cuda"), "eager" if quick else "auto"
     hidden, inner, layers = (32, 64, 2) if quick else (2048, 8192, 8)
     model = nn.Sequential(*(Layer(hidden, inner) for _ in range(layers))).to(device, torch.bfloat16)
-    given: dict[str, Any] = {
+    contenders: dict[str, Any] = {
         "any number": fc.compile(model, backend=backend),
         "this number": fc.compile(model, backend=backend, dynamic=False),
         "torch.compile": torch.compile(model, mode="reduce-overhead"),
@@ -67,7 +67,7 @@ def main(options: argparse.Namespace) -> None:
     }
     times = {
         name: measured(f, device, hidden, each_anew=name == "this number")
-        for name, f in given.items()
+        for name, f in contenders.items()
         if re.search(options.only, name)
     }
     lines: list[list[str]] = []
@@ -75,5 +75,5 @@ def main(options: argparse.Namespace) -> None:
         ratio = over(*(times.get(f"{which} number", {}).get(rows) for which in ("this", "any")))
         lines.append([str(rows), *(f"{us[rows]:.1f}" for us in times.values()), figure(ratio)])
     print(table(["rows", *(f"{name} us" for name in times), "this / any"], lines))
-    print(f"plans of any number: {len(list(given['any number'].plan))}")
+    print(f"plans of any number: {len(list(contenders['any number'].plan))}")
 

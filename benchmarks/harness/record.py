@@ -79,12 +79,12 @@ class Record:
 
     def row(self, key: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
         """The row that has what `key` says, made where it is new; `fields` are written into it."""
-        found = next((r for r in self.rows if key.items() <= {n: r.get(n) for n in key}.items()), None)
-        if found is None:
-            found = {**key, "cells": {}}
-            self.rows.append(found)
-        found.update(fields)
-        return found
+        row = next((r for r in self.rows if key.items() <= {n: r.get(n) for n in key}.items()), None)
+        if row is None:
+            row = {**key, "cells": {}}
+            self.rows.append(row)
+        row.update(fields)
+        return row
 
     def keeps(self, cell: Mapping[str, Any], contender: str, figure: str) -> bool:
         """True if a resumed run keeps a cell: one with the figure, and ours only of this commit."""

@@ -70,8 +70,8 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 
 def means(rows: Sequence[Row], figures: Mapping[str, Callable[[Row], float | None]]) -> dict[str, float]:
     """By name the geometric mean of a figure over the rows that have it; no name where none has."""
-    found = {name: geometric_mean(map(figure_of, rows)) for name, figure_of in figures.items()}
-    return {name: mean for name, mean in found.items() if mean is not None}
+    by_name = {name: geometric_mean(map(figure_of, rows)) for name, figure_of in figures.items()}
+    return {name: mean for name, mean in by_name.items() if mean is not None}
 
 
 def figure(value: float | None, form: str = ".2f") -> str:

@@ -142,10 +142,10 @@ def family_lines(summary: Mapping[str, Any], peers: Sequence[str]) -> tuple[list
     """Header and lines of the families' means: bars met, fractions, and ratios to peers."""
     lines: list[list[str]] = []
     for family, phases in summary["families"].items():
-        for phase, found in phases.items():
-            held = f"{found['met']} of {found['of']}" if found["of"] else "-"
-            ratios = [figure(found.get(peer)) for peer in peers]
-            lines.append([f"{family}, {phase}", held, figure(found["fraction"]), *ratios])
+        for phase, of_phase in phases.items():
+            held = f"{of_phase['met']} of {of_phase['of']}" if of_phase["of"] else "-"
+            ratios = [figure(of_phase.get(peer)) for peer in peers]
+            lines.append([f"{family}, {phase}", held, figure(of_phase["fraction"]), *ratios])
     return ["geometric means", "bars met", "fraction", *(f"x {peer}" for peer in peers)], lines
 
 

@@ -118,8 +118,8 @@ def calls(
         inputs = [TensorDescriptor.from_tensor(t, [rows, bk]) for t, rows in ((x, bm), (w, bn))]
         results = [TensorDescriptor.from_tensor(t, [bm, bn]) for t in (out, kept)]
         programs = min(sms, blocks)
-        given = (*inputs, bias, *results, *sizes, programs, form != "descriptors")
-        yield name, functools.partial(by_descriptors[(programs,)], *given, **options)
+        arguments = (*inputs, bias, *results, *sizes, programs, form != "descriptors")
+        yield name, functools.partial(by_descriptors[(programs,)], *arguments, **options)
 
 
 def fastest(

@@ -317,12 +317,12 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def line_of(case: str, c: Mapping[str, Any]) -> list[str]:
-    """A cluster's first choice, the tuner's best and the best found, in microseconds."""
+    """A cluster's first choice, the tuner's best and the best of the search, in microseconds."""
     first, tuned, best = (c.get(n, {}) for n in ("first", "tuned", "best"))
     over = first["us"] and first["us"] / best["us"]
     chosen = [first["schedule"], figure(first["us"], ".1f"), figure(tuned.get("us"), ".1f")]
-    found = [best["schedule"], figure(best["us"], ".1f"), figure(over), figure(c["fraction"])]
-    return [f"{case}: {c['cluster'][:28]}", figure(c["predicted_us"], ".1f"), *chosen, *found]
+    searched = [best["schedule"], figure(best["us"], ".1f"), figure(over), figure(c["fraction"])]
+    return [f"{case}: {c['cluster'][:28]}", figure(c["predicted_us"], ".1f"), *chosen, *searched]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:

@@ -233,7 +233,7 @@ def release(device: torch.device) -> None:
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
     names = contenders(options.autotune, options.backend, options.only, with_graphs=True)
-    decoding, found = options.benchmark == "decode", list[Cell]()
+    decoding, cells = options.benchmark == "decode", list[Cell]()
     for number, workload in enumerate(ALL):
         if not re.search(options.filter, workload.name) or workload not in SETS[options.benchmark]:
             continue
@@ -244,8 +244,8 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
                 number, name, options.device, options.quick, options.backend, options.repetitions,
                 check=not options.no_check, memory=options.benchmark == "memory",
             )  # fmt: skip
-            found.append(Cell(workload.name, name, row, vars(task)))
-    return found
+            cells.append(Cell(workload.name, name, row, vars(task)))
+    return cells
 
 
 def main(options: argparse.Namespace) -> Record:

@@ -204,7 +204,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    found = list[Cell]()
+    cells = list[Cell]()
     for number in range(-1, len(STEPS)):
         for name in OPTIMIZERS:
             for contender in UPDATES if number < 0 else bars.CONTENDERS:
@@ -214,8 +214,8 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
                 )  # fmt: skip
                 case = f"{task.case}, {name}"
                 if re.search(options.filter, case) and re.search(options.only, contender):
-                    found.append(Cell(case, contender, {"case": task.case, "phase": name}, vars(task)))
-    return found
+                    cells.append(Cell(case, contender, {"case": task.case, "phase": name}, vars(task)))
+    return cells
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:

@@ -46,10 +46,10 @@ def kernels_text(result: Mapping[str, Any]) -> str:
 
 
 def family_table(family: str, rows: Sequence[Row]) -> str:
-    own = [r for r in rows if family_of(r) == family]
-    peers = [p for p in PEERS if any(p in r["cells"] for r in own)]
+    of_family = [r for r in rows if family_of(r) == family]
+    peers = [p for p in PEERS if any(p in r["cells"] for r in of_family)]
     lines: list[list[str]] = []
-    for row in own:
+    for row in of_family:
         reached = "failed" if "failed" in cell_of(row, "ours") else figure(fraction(row))
         verdicts = [figure(bar_of(row, rows)), reached, verdict(row, rows)]
         us = figure(value(row, "ours", "us"), ".0f")
