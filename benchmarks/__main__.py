@@ -1,4 +1,7 @@
-"""python -m benchmarks kernels|sweep|models|memory|decode|optimizer|architectures|overhead|readme|..."""
+"""Run a benchmark: python -m benchmarks kernels --filter softmax --json FILE.
+
+CONTRIBUTING.md says what each of them measures, and so does the module that `BENCHMARKS` names for it.
+"""
 
 from __future__ import annotations
 
@@ -10,70 +13,77 @@ import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.harness.processes import CACHES
+
 BENCHMARKS = {
-    "kernels": "benchmarks.kernels",
-    "sweep": "benchmarks.sweep",
-    "depthwise": "benchmarks.depthwise",
-    "descriptors": "benchmarks.descriptors",
-    "schedules": "benchmarks.schedules",
-    "models": "benchmarks.models",
-    "memory": "benchmarks.models",
-    "untuned": "benchmarks.models",
-    "decode": "benchmarks.decode",
-    "optimizer": "benchmarks.optimizer",
-    "architectures": "benchmarks.architectures",
-    "channel-order": "benchmarks.channel_order",
-    "compile-time": "benchmarks.compile_time",
-    "overhead": "benchmarks.overhead",
-    "readme": "benchmarks.readme",
+    "kernels": "kernels.measure",
+    "sweep": "kernels.sweep",
+    "depthwise": "kernels.depthwise",
+    "descriptors": "kernels.descriptors",
+    "schedules": "kernels.schedules",
+    "overhead": "kernels.overhead",
+    "channel-order": "kernels.channel_order",
+    "product-epilogue": "kernels.product_epilogue",
+    "siblings": "kernels.siblings",
+    "models": "models.measure",
+    "memory": "models.measure",
+    "untuned": "models.measure",
+    "fsdp": "models.fsdp",
+    "decode": "decoding.decode",
+    "generation": "decoding.generation",
+    "row-ranges": "decoding.row_ranges",
+    "persistent": "decoding.persistent",
+    "optimizer": "optimizer.measure",
+    "compile-time": "compile_time.measure",
+    "architectures": "numerics.architectures",
+    "readme": "pages.readme",
 }
 
 
+def module_of(benchmark: str) -> Any:
+    return import_module(f"benchmarks.{BENCHMARKS[benchmark]}")
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    named = next((name for name in words if name in BENCHMARKS), None)
+    about = module_of(named).__doc__ if named and {"-h", "--help"} & {*words} else __doc__
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks", description=about, formatter_class=formatter)
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--json", type=Path, help="where the results go, row by row")
-    parser.add_argument("--filter", default="", help="only rows whose name matches this regular expression")
-    parser.add_argument(
-        "--family", default="", help="kernels: only families whose name matches this expression"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what --json has; ours only of this commit"
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness")
-    parser.add_argument("--autotune", action="store_true", help="also max-autotune (kernels: without graphs)")
-    parser.add_argument(
-        "--no-check", action="store_true", help="models: leave out the comparison of gradients"
-    )
-    parser.add_argument("--only", default="", help="only contenders whose name matches this expression")
-    parser.add_argument("--backend", default="auto", help="ours: auto, interpret or eager")
-    parser.add_argument("--budget", type=float, default=90, help="seconds for one contender in one row")
-    parser.add_argument(
-        "--within",
-        type=float,
-        default=math.inf,
+    add = parser.add_argument
+    add("--json", type=Path, help="where the results go, row by row")
+    add("--filter", default="", help="only rows whose name matches this regular expression")
+    add("--family", default="", help="kernels: only families whose name matches this expression")
+    add("--only", default="", help="only contenders whose name matches this expression")
+    add("--resume", action="store_true", help="keep what --json has; ours only of this commit")
+    add("--quick", action="store_true", help="tiny sizes, to try the harness")
+    add("--autotune", action="store_true", help="also max-autotune (kernels: without graphs)")
+    add("--no-check", action="store_true", help="models: leave out the comparison of gradients")
+    add("--backend", default="auto", help="ours: auto, interpret or eager")
+    add("--budget", type=float, default=90, help="seconds for one contender in one row")
+    add(
+        "--within", type=float, default=math.inf,
         help="models, optimizer: seconds after which no cell is begun",
-    )
-    parser.add_argument("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
-    parser.add_argument(
-        "--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU"
-    )
-    parser.add_argument("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=0,
+    )  # fmt: skip
+    add("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
+    add("--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU")
+    add("--repetitions", type=int, default=20, help="timed calls, of which the median counts")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--jobs", type=int, default=0,
         help="kernels, sweep: processes that compile ours ahead; models, architectures: at once",
-    )
-    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
-    parser.add_argument("--warm-caches", action="store_true", help="use the caches that are there")
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser.parse_args(given)
-    options.arguments = given  # what the processes that compile ahead are called with
+    )  # fmt: skip
+    sizes = ("tiny", "small", "middle", "large")
+    add("--size", choices=sizes, default="middle", help="fsdp: the model's shape")
+    add("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
+    add("--warm-caches", action="store_true", help="use the caches that are there")
+    options = parser.parse_args(words)
+    options.arguments = words  # what the processes that compile ahead are called with
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
     return options
@@ -84,9 +94,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as home:
         if not options.warm_caches:
             # Compile seconds mean nothing with somebody else's artefacts on disk.
-            for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FUSION_CACHE_DIR"):
+            for variable in CACHES:
                 os.environ[variable] = str(Path(home) / variable.lower())
-        import_module(BENCHMARKS[options.benchmark]).main(options)
+        module_of(options.benchmark).main(options)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.utils._pytree import tree_map
 
-from benchmarks import ranking
+from benchmarks.kernels import ranking
 from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.capture.traced_gradients import traced_gradients

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.initialization import no_init_weights
 
 import fusion_compiler as fc
-from benchmarks.clusters import CASES, Case
-from benchmarks.families import CAT_CASES
-from benchmarks.kernels import leaves
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.kernels.clusters import CASES, Case
+from benchmarks.kernels.families import CAT_CASES
+from benchmarks.kernels.measure import leaves
+from benchmarks.models.workloads import WORKLOADS, Workload
 from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from benchmarks.kernels import leaves
-from benchmarks.sizes import ALL_CASES
+from benchmarks.kernels.measure import leaves
+from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.sizes import ALL_CASES
+from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import architectures
-from benchmarks.architectures import (
+from benchmarks.numerics import architectures
+from benchmarks.numerics.architectures import (
     DIFFERS,
     FAILS,
     OUT,
@@ -25,7 +25,7 @@ from benchmarks.architectures import (
     step,
     totals,
 )
-from benchmarks.tiny_models import Batch, CannotBuildError, tiny
+from benchmarks.numerics.tiny_models import Batch, CannotBuildError, tiny
 
 
 # Of different kinds: fused projections, bottlenecks between norms, hashed attention with breaks in the graph.

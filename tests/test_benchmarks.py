@@ -19,9 +19,11 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import decode, energy, kernels, optimizer, optimizer_bars, steps
 from benchmarks.__main__ import parse
-from benchmarks.accuracy import (
+from benchmarks.decoding import decode
+from benchmarks.decoding.decoders import DECODERS
+from benchmarks.harness import cells, energy
+from benchmarks.harness.accuracy import (
     chance,
     error_of,
     not_worse,
@@ -29,18 +31,22 @@ from benchmarks.accuracy import (
     rounding_floor,
     worst_ratio,
 )
-from benchmarks.bars import cliffs, rank_correlation, show_summary, summarize, verdict
-from benchmarks.case import Case, copy_of
-from benchmarks.decoders import DECODERS
-from benchmarks.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
-from benchmarks.kernels import leaves, run, truth_of
-from benchmarks.nets import NETS
-from benchmarks.processes import in_turn
-from benchmarks.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
-from benchmarks.record import ROOT, Record, geometric_mean, table
-from benchmarks.sizes import ALL_CASES
-from benchmarks.timing import OverBudgetError, budget, busy, kind_of, median_by_repetition
-from benchmarks.workloads import WORKLOADS, Workload, gradient_for, result_of, step
+from benchmarks.harness.processes import in_turn
+from benchmarks.harness.record import ROOT, Record
+from benchmarks.harness.tables import geometric_mean, table
+from benchmarks.harness.timing import OverBudgetError, budget, busy, kind_of, median_by_repetition
+from benchmarks.kernels import measure as kernels
+from benchmarks.kernels.bars import cliffs, rank_correlation, show_summary, summarize, verdict
+from benchmarks.kernels.case import Case, copy_of
+from benchmarks.kernels.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
+from benchmarks.kernels.measure import leaves, run, truth_of
+from benchmarks.kernels.sizes import ALL_CASES
+from benchmarks.models import steps
+from benchmarks.models.nets import NETS
+from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, result_of, step
+from benchmarks.optimizer import bars as optimizer_bars
+from benchmarks.optimizer import measure as optimizer
+from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
 from tests.versions import not_before
 
 
@@ -504,7 +510,7 @@ def test_a_run_that_was_cut_goes_on(
             begun.append(task["contender"])
             yield {"ms": 1.0, "of copy": 0.9, "launches": 1}
 
-    monkeypatch.setattr(optimizer, "in_turn", in_turn)
+    monkeypatch.setattr(cells, "in_turn", in_turn)
     monkeypatch.setenv("BENCH_COMMIT", "one")
     chosen = ("--filter", "parameters.*AdamW", "--json", str(tmp_path / "cells.json"), "--resume")
     for left in (3, 1, 0):
@@ -517,14 +523,14 @@ def test_a_run_that_was_cut_goes_on(
 
 
 def test_what_compiles_goes_first(tmp_path: Path) -> None:
-    tasks = optimizer.in_order(list(optimizer.tasks_of(options(tmp_path, "optimizer", "--filter", "AdamW"))))
-    first = [(task.workload, task.contender) for task in tasks[:16]]
+    order = optimizer.in_order(optimizer.cells_of(options(tmp_path, "optimizer", "--filter", "AdamW")))
+    first = [(cell.task["workload"], cell.contender) for cell in order[:16]]
     assert {(n, c) for n in range(5) for c in ("torch.compile", "for-loop")} == set(first[:10])
-    assert {c for _, c in first[10:]} == {"compiled step"} and len(tasks) == 50
+    assert {c for _, c in first[10:]} == {"compiled step"} and len(order) == 50
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:
-    assert list(in_turn("benchmarks.optimizer", [{}, {}], 1.0, within=-1.0)) == []
+    assert list(in_turn("benchmarks.optimizer.measure", [{}, {}], 1.0, within=-1.0)) == []
 
 
 def optimizer_row(case: str, **ms: float) -> dict[str, Any]:
@@ -566,7 +572,7 @@ def test_a_decoding_step_is_measured_and_resumed(
         begun.extend(task["contender"] for task in tasks)
         return iter(())
 
-    monkeypatch.setattr(decode, "in_turn", in_turn)
+    monkeypatch.setattr(cells, "in_turn", in_turn)
     decode.main(options(tmp_path, *chosen))
     assert begun == []
     monkeypatch.setenv("BENCH_COMMIT", "two")
@@ -622,7 +628,7 @@ def test_bars_of_decoding() -> None:
 
 @not_before((2, 13), "Triton 3.6, which comes with it, interprets no loop until a loaded number")
 def test_the_persistent_kernel_computes_the_layers() -> None:
-    command = [sys.executable, "-m", "benchmarks.persistent", "--quick"]
+    command = [sys.executable, "-m", "benchmarks", "persistent", "--quick"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
     errors = [float(x) for x in re.findall(r"error (\S+)", ran.stdout)]

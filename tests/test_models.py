@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import chance, ratios_to_eager
+from benchmarks.harness.accuracy import chance, ratios_to_eager
 from fusion_compiler.compiler import runners
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import eager_ops

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import chance, ratios_to_eager
-from benchmarks.models import cast
-from benchmarks.nets import NETS
-from benchmarks.record import geometric_mean
-from benchmarks.workloads import Batch, Workload, gradient_for, result_of, step
+from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.tables import geometric_mean
+from benchmarks.models.measure import cast
+from benchmarks.models.nets import NETS
+from benchmarks.models.workloads import Batch, Workload, gradient_for, result_of, step
 from fusion_compiler.ir.plan_text import eager_ops
 
 # In float32 rounding errors of both are sums of a few; a term that is missing or wrong is thousands of them.

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.processes import my_turn, only
+from benchmarks.harness.processes import my_turn, only
 
 
 def measure(task: dict[str, Any]) -> dict[str, float]:

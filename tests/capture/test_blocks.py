@@ -21,7 +21,7 @@ from torch._functorch import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from benchmarks.workloads import WORKLOADS, step
+from benchmarks.models.workloads import WORKLOADS, step
 from fusion_compiler.capture import blocks, capture
 from fusion_compiler.capture import repeats as found_repeats
 from fusion_compiler.capture.blocks import UnlikeError

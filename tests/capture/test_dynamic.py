@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from benchmarks.clusters import CASES, Case
+from benchmarks.kernels.clusters import CASES, Case
 from fusion_compiler.ir import device
 from tests import models
 

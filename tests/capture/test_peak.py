@@ -13,8 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fusion_compiler as fc
-from benchmarks.nets import NETS
-from benchmarks.workloads import Workload, gradient_for, step
+from benchmarks.models.nets import NETS
+from benchmarks.models.workloads import Workload, gradient_for, step
 from fusion_compiler.capture.saved_values import Budget
 from tests import models
 from tests.capture.test_memory import blocks

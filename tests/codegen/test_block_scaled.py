@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from benchmarks.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
-from benchmarks.block_scaled import swiglu as swiglu_of
+from benchmarks.kernels.block_scaled import F8, groups_of_128, layer_norm, mx, rms_norm
+from benchmarks.kernels.block_scaled import swiglu as swiglu_of
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.decoders import DECODERS
-from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
+from benchmarks.decoding.decoders import DECODERS
+from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step
 from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import HardwareExceededError
 from fusion_compiler.ir.canonical import Canonical

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, _interpreter
 
-from benchmarks.case import Case, as_tuple
-from benchmarks.clusters import CASES
+from benchmarks.kernels.case import Case, as_tuple
+from benchmarks.kernels.clusters import CASES
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from benchmarks import ranking
+from benchmarks.kernels import ranking
 from fusion_compiler.codegen.emit import emit
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import DeviceSpec, device_spec

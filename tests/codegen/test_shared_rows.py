@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from benchmarks import ranking
+from benchmarks.kernels import ranking
 from fusion_compiler.codegen.emit import emit, schedules_of
 from fusion_compiler.ir import device as devices
 from fusion_compiler.ir.canonical import canonical

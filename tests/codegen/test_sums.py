@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import ranking
+from benchmarks.kernels import ranking
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Axis, Index, Load, LoopNest, Reduce, Store

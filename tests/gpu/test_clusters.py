@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
-from benchmarks.case import Case
-from benchmarks.clusters import CASES
-from benchmarks.kernels import leaves, run, truth_of
-from benchmarks.timing import device_time
+from benchmarks.harness.accuracy import not_worse
+from benchmarks.harness.timing import device_time
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.clusters import CASES
+from benchmarks.kernels.measure import leaves, run, truth_of
 
 CUDA = torch.device("cuda")
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

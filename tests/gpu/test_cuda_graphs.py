@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
+from benchmarks.harness.accuracy import not_worse
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.runtime import pairs
 from fusion_compiler.runtime.cuda_graphs import FORMS, RECORDED, UNASKED

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
+from benchmarks.harness.accuracy import not_worse
 from fusion_compiler.passes.fuse.dependent import NOTE
 from fusion_compiler.runtime import launch
 from tests.codegen.test_dependent_launch import PLACES, Decoder

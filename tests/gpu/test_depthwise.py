@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
+from benchmarks.harness.accuracy import not_worse
 
 # channels, image size, kernel, stride, dilation, dimensions
 SHAPES = [

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.workloads import Workload
+from benchmarks.models.workloads import Workload
 from tests.codegen.test_every_schedule import EACH, check
 
 LAYERS = 2  # as many as have all kinds of clusters

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
-from benchmarks.case import Case
-from benchmarks.clusters import CASES
-from benchmarks.kernels import leaves, run, truth_of
+from benchmarks.harness.accuracy import not_worse
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.clusters import CASES
+from benchmarks.kernels.measure import leaves, run, truth_of
 from fusion_compiler.codegen import emit as templates
 from tests.codegen.test_misaligned import FORMS, in_form, several_rows
 from tests.exactness import placing

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks.models import cast, compare, results_of
-from benchmarks.nets import NETS
-from benchmarks.workloads import WORKLOADS, Workload, gradient_for, step
+from benchmarks.models.measure import cast, compare, results_of
+from benchmarks.models.nets import NETS
+from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step
 
 CUDA = torch.device("cuda")
 SHALLOW = tuple(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
+from benchmarks.harness.accuracy import not_worse
 from tests.gpu.test_depthwise import gradient_of, last
 
 Pool = Callable[[Tensor], Tensor]

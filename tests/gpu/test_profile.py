@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.timing import device_time
+from benchmarks.harness.timing import device_time
 from fusion_compiler.capture.module import plan_of
 from fusion_compiler.errors import ReplayedGraphError
 from fusion_compiler.report.profiling import Profile

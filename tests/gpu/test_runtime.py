@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
-from benchmarks.clusters import rms_norm
-from benchmarks.timing import device_time
+from benchmarks.harness.accuracy import not_worse
+from benchmarks.harness.timing import device_time
+from benchmarks.kernels.clusters import rms_norm
 
 CUDA = torch.device("cuda")
 

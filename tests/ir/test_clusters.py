@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks.accuracy import not_worse
-from benchmarks.case import Case
-from benchmarks.clusters import CASES
-from benchmarks.families import CAT_CASES
-from benchmarks.kernels import leaves, run, truth_of
+from benchmarks.harness.accuracy import not_worse
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.clusters import CASES
+from benchmarks.kernels.families import CAT_CASES
+from benchmarks.kernels.measure import leaves, run, truth_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks.clusters import CASES, Case
+from benchmarks.kernels.clusters import CASES, Case
 from tests.fake_gpu import IdleGpu, use
 
 CPU = torch.device("cpu")

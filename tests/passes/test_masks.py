@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from benchmarks.accuracy import chance, ratios_to_eager
-from benchmarks.record import geometric_mean
+from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.tables import geometric_mean
 from tests.exactness import not_as_close
 from tests.models import small
 

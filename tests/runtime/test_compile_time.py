@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import fusion_compiler as fc
-from benchmarks import compile_time
 from benchmarks.__main__ import parse
-from benchmarks.compile_time import rows_of
-from benchmarks.record import ROOT
+from benchmarks.compile_time import measure as compile_time
+from benchmarks.compile_time.measure import rows_of
+from benchmarks.harness.record import ROOT
 from fusion_compiler.runtime.stages import Stages, since
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import ranking, schedules
 from benchmarks.__main__ import parse
-from benchmarks.case import Case
-from benchmarks.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
-from benchmarks.sizes import ALL_CASES
+from benchmarks.kernels import ranking, schedules
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
+from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build

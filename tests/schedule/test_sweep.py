@@ -8,15 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import performance, sweep
 from benchmarks.__main__ import parse
-from benchmarks.case import PHASES
-from benchmarks.performance import MARK, rewritten
-from benchmarks.plot import Line, svg
-from benchmarks.readme import RESULTS
-from benchmarks.record import ROOT
-from benchmarks.sizes import SWEEP_WIDTHS
-from benchmarks.sizes import sweep as sweep_cases
+from benchmarks.harness.record import ROOT
+from benchmarks.kernels import sweep
+from benchmarks.kernels.case import PHASES
+from benchmarks.kernels.sizes import SWEEP_WIDTHS
+from benchmarks.kernels.sizes import sweep as sweep_cases
+from benchmarks.pages import performance
+from benchmarks.pages.performance import MARK, rewritten
+from benchmarks.pages.plot import Line, svg
+from benchmarks.pages.readme import RESULTS
 
 ORIGIN = {
     "command": "python -m benchmarks",

@@ -1,0 +1,237 @@
+"""Time single convolutions with channels first and channels last: the facts behind `ir/convolution_times.py`.
+
+    python -m benchmarks channel-order [--filter REGEX] [--within SECONDS] [--json FILE]
+
+A row is one convolution; its columns are microseconds of GPU time of the forward, of the gradient of the
+input and of the gradient of the weight, each with channels first (cf) and channels last (cl). The operands
+lie in that order, so that a time includes only the copies that ATen and cuDNN make by themselves. PyTorch
+picks the kernels: for depthwise convolutions in bfloat16, its own with channels first and cuDNN's with
+channels last. `gain` is cf / cl over all three; `copy` is the time that converting the input and the result
+between the two orders would take at 3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.timing import event_time, wall_time
+
+_aten = torch.ops.aten
+COPY = 3e12  # bytes per second, read and written, of a transposing copy
+CALLS, ROUNDS = 10, 3
+MASKS = {"forward": None, "dgrad": [True, False, False], "wgrad": [False, True, False]}
+FORMATS = {3: torch.channels_last, 4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution of square images [batch, inputs, side, side] (of `rank` dimensions) with kernels of
+    `kernel` elements along each side, padded by half of that."""
+
+    net: str
+    batch: int
+    inputs: int
+    outputs: int
+    side: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+    rank: int = 4
+    dilation: int = 1
+    rows: bool = False  # kernels of one row of `kernel` elements
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.batch}x{self.inputs}x{self.side}^{self.rank - 2}"
+        extra = (f" d{self.dilation}" if self.dilation > 1 else "") + (" row" if self.rows else "")
+        to = "" if self.inputs == self.outputs else f" -> {self.outputs}"
+        half = "f16" if self.dtype is torch.float16 else "bf16"
+        return f"{self.net} {half} {shape}{to} k{self.kernel} s{self.stride} g{self.groups}{extra}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of each pass with channels first and channels last; nan where PyTorch has no kernel."""
+
+    name: str
+    first: dict[str, float]
+    last: dict[str, float]
+    copy: float
+
+    @property
+    def gain(self) -> float:
+        return sum(self.first.values()) / sum(self.last.values())
+
+
+def _depthwise(net: str, batch: int, *cases: tuple[int, ...]) -> list[Convolution]:
+    """cases: channels, side, kernel, stride."""
+    return [Convolution(net, batch, c, c, side, k, s, groups=c) for c, side, k, s in cases]
+
+
+def _grouped(net: str, batch: int, width: int, *cases: tuple[int, ...]) -> list[Convolution]:
+    """width: channels of a group; cases: channels, side, stride. All kernels are 3 x 3."""
+    return [Convolution(net, batch, c, c, side, 3, s, groups=c // width) for c, side, s in cases]
+
+
+CASES: tuple[Convolution, ...] = (
+    *_depthwise("efficientnet", 128, (32, 112, 3, 1), (96, 112, 3, 2), (144, 56, 3, 1), (144, 56, 5, 2),
+                (240, 28, 5, 1), (240, 28, 3, 2), (480, 14, 3, 1), (480, 14, 5, 1), (672, 14, 5, 2),
+                (1152, 7, 5, 1), (1152, 7, 3, 1)),
+    *_grouped("resnext", 64, 4, (128, 56, 1), (256, 56, 2)),
+    *_grouped("resnext", 64, 8, (256, 28, 1)),
+    *_grouped("resnext", 64, 16, (512, 14, 1)),
+    *_grouped("resnext", 64, 32, (1024, 14, 2), (1024, 7, 1)),
+    *_grouped("regnet", 64, 24, (72, 112, 2), (72, 56, 1), (216, 28, 1), (576, 14, 1), (1512, 14, 2),
+              (1512, 7, 1)),
+    *_depthwise("mobilenetv3", 128, (16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 5, 2), (184, 14, 3, 1),
+                (960, 7, 5, 1)),
+    *_depthwise("convnext", 64, (96, 56, 7, 1), (192, 28, 7, 1), (384, 14, 7, 1), (768, 7, 7, 1)),
+    *_depthwise("efficientnet", 1, (144, 56, 5, 2), (672, 14, 5, 1)),
+    *_depthwise("convnext", 1, (96, 56, 7, 1)),
+    *_grouped("resnext", 1, 4, (128, 56, 1)),
+    Convolution("deeplab", 16, 256, 256, 65, 3, groups=256, dilation=2),
+    Convolution("odd", 64, 36, 36, 56, 3, groups=36),
+    Convolution("odd", 64, 33, 33, 56, 3, groups=33),
+    Convolution("odd", 64, 36, 36, 56, 3, groups=12),
+    Convolution("multiplied", 64, 64, 128, 56, 3, groups=64),
+    Convolution("large", 32, 256, 256, 32, 31, groups=256),
+    *(Convolution("width", 64, 576, 576, 14, 3, groups=576 // w)
+      for w in (4, 8, 12, 16, 24, 32, 36, 48, 64, 72, 96, 144, 192, 288, 576)),
+    *(Convolution("width", 64, 192, 192, 56, 3, groups=192 // w)
+      for w in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192)),
+    *_grouped("width", 64, 8, (128, 56, 1), (216, 28, 1)),
+    *_grouped("width", 64, 72, (216, 28, 1), (216, 56, 2)),
+    *_grouped("width", 64, 32, (288, 28, 1), (768, 14, 1)),
+    *_grouped("padded", 64, 32, (96, 112, 2), (96, 56, 1), (288, 56, 2), (768, 28, 2), (2016, 14, 2),
+              (2016, 7, 1)),
+    *_grouped("padded", 64, 8, (256, 56, 1), (512, 56, 2)),
+    Convolution("padded", 64, 384, 768, 14, 3, groups=24),
+    *(Convolution("padded", 64, 32 * g, 32 * g, 14, k, groups=g) for g in (18, 24) for k in (1, 5, 7)),
+    *(Convolution("padded", 64, 576, 576, 14, k, groups=24) for k in (1, 5, 7)),
+    *_depthwise("depthwise", 128, (576, 14, 3, 2), (672, 14, 3, 2), (672, 14, 5, 2), (240, 28, 5, 2),
+                (672, 14, 5, 1), (960, 14, 7, 2), (256, 32, 9, 1), (256, 32, 11, 1), (256, 32, 13, 1)),
+    *_depthwise("depthwise", 16, (672, 14, 5, 2), (480, 28, 5, 2)),
+    Convolution("rows", 64, 96, 96, 56, 11, groups=96, rows=True),
+    Convolution("rows", 8, 2048, 2048, 1024, 3, groups=2048, rank=3),
+    Convolution("rows", 8, 512, 512, 1024, 7, groups=512, rank=3),
+    Convolution("dilated", 16, 256, 256, 64, 3, dilation=2),
+    Convolution("dilated", 16, 256, 256, 64, 3, groups=8, dilation=2),
+    Convolution("deeplab", 16, 728, 728, 33, 3, groups=728, dilation=4),
+    Convolution("stem", 128, 3, 32, 224, 3, 2),
+    Convolution("dense", 64, 3, 64, 224, 7, 2),
+    Convolution("dense", 64, 64, 64, 56, 3),
+    Convolution("dense", 64, 64, 256, 56, 1),
+    Convolution("dense", 64, 256, 256, 28, 3, 2),
+    Convolution("dense", 64, 256, 256, 14, 3),
+    Convolution("dense", 64, 2048, 512, 7, 1),
+    Convolution("dense", 64, 128, 32, 28, 3),
+    Convolution("product", 128, 16, 96, 112, 1),
+    Convolution("product", 128, 480, 80, 14, 1),
+    Convolution("squeeze", 128, 480, 20, 1, 1),
+    Convolution("mamba", 8, 2048, 2048, 1024, 4, groups=2048, rank=3),
+    Convolution("conformer", 16, 512, 512, 1000, 31, groups=512, rank=3),
+    Convolution("wav2vec", 8, 768, 768, 499, 128, groups=16, rank=3),
+    Convolution("x3d", 8, 54, 54, 28, 3, groups=54, rank=5),
+    Convolution("resnext3d", 8, 128, 128, 28, 3, groups=32, rank=5),
+)  # fmt: skip
+HALF = ("efficientnet bf16 128x32x", "efficientnet bf16 128x144x56^2 k5", "efficientnet bf16 128x672x",
+        "efficientnet bf16 128x1152x7^2 k5", "resnext bf16 64x128x", "regnet bf16 64x216x",
+        "convnext bf16 64x96x", "mobilenetv3 bf16 128x184x")  # fmt: skip
+
+
+def cases() -> list[Convolution]:
+    """All convolutions in bfloat16, then some of them in float16."""
+    half = [c for c in CASES if c.name.startswith(HALF)]
+    return [*CASES, *(replace(c, dtype=torch.float16) for c in half)]
+
+
+def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The forward, the gradient of the input and that of the weight, as calls; sequences are images of one
+    row where channels are to be last."""
+    spread, rank = case.rank - 2, case.rank
+    x = torch.randn(case.batch, case.inputs, *[case.side] * spread, device=device, dtype=case.dtype)
+    kernel = [1, case.kernel] if case.rows else [case.kernel] * spread
+    w = torch.randn(case.outputs, case.inputs // case.groups, *kernel, device=device)
+    padding = [k // 2 * case.dilation for k in kernel]
+    sizes = [[case.stride] * spread, padding, [case.dilation] * spread]
+    if last and rank == 3:
+        x, w, rank = x.unsqueeze(2), w.unsqueeze(2), 4
+        sizes = [[fill, *size] for fill, size in zip((1, 0, 1), sizes, strict=True)]
+    order = FORMATS[rank] if last else torch.contiguous_format
+    x, w = (t.to(case.dtype).contiguous(memory_format=order) for t in (x, w))
+    geometry = [*sizes, False, [0] * (rank - 2), case.groups]
+
+    def forward() -> Tensor:
+        return _aten.convolution.default(x, w, None, *geometry)
+
+    gradient = torch.randn_like(forward()).contiguous(memory_format=order)
+    for name, mask in MASKS.items():
+        yield name, forward if mask is None else _backward(gradient, x, w, geometry, mask)
+
+
+def _backward(
+    gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[object], mask: list[bool]
+) -> Callable[[], object]:
+    return lambda: _aten.convolution_backward.default(gradient, x, w, None, *geometry, mask)
+
+
+def microseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a call; nan where PyTorch has no kernel."""
+    try:
+        for _ in range(2):
+            call()
+    except RuntimeError:
+        return math.nan
+    cuda = device.type == "cuda"
+    return 1e6 * (event_time(call, ROUNDS, CALLS, 2_000_000) if cuda else wall_time(call, device, 1))
+
+
+def measure(case: Convolution, device: torch.device) -> Row:
+    times = [
+        {name: microseconds(call, device) for name, call in passes(case, last, device)}
+        for last in (False, True)
+    ]
+    spread = case.rank - 2
+    elements = case.inputs * case.side**spread + case.outputs * (case.side // case.stride) ** spread
+    return Row(case.name, times[0], times[1], 2 * 2 * case.batch * elements / COPY * 1e6)
+
+
+def as_data(case: Convolution, row: Row) -> str:
+    """Return a measurement as a row of `MEASURED` in `ir/convolution_times.py`."""
+    shape = [case.batch, case.inputs, case.outputs, case.side, case.kernel, case.stride, case.groups]
+    sizes = " ".join(map(str, [*shape, case.dilation][: 7 + (case.dilation > 1)]))
+    first, last = (" ".join(f"{times[name]:.0f}" for name in MASKS) for times in (row.first, row.last))
+    return f'    _row("{sizes}", "{first}", "{last}"),'
+
+
+def main(options: argparse.Namespace) -> None:
+    begin, device = time.monotonic(), torch.device(options.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {where}; us cf/cl")
+    print(f"{'convolution':44} {'forward':>13} {'dgrad':>13} {'wgrad':>13} {'gain':>5} {'copy':>5}")
+    rows: list[Row] = []
+    chosen = [case for case in cases() if re.search(options.filter, case.name)]
+    for case in chosen:
+        if time.monotonic() - begin > min(options.within, 80):
+            break
+        quick: dict[str, int] = {"batch": 1, "side": min(case.side, 8), "kernel": min(case.kernel, 5)}
+        row = measure(replace(case, **quick) if options.quick else case, device)
+        rows.append(row)
+        pairs = (f"{row.first[name]:6.0f}/{row.last[name]:<6.0f}" for name in MASKS)
+        print(f"{case.name:44} {' '.join(pairs)} {row.gain:5.2f} {row.copy:5.0f}", flush=True)
+    print(f"{len(rows)} of {len(chosen)} in {time.monotonic() - begin:.0f} s")
+    for case, row in zip(chosen, rows, strict=False):
+        if case.rank == 4 and case.dtype is torch.bfloat16 and not case.rows:
+            print(as_data(case, row))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

@@ -1,0 +1,378 @@
+"""python -m benchmarks schedules: the model's first choice against the best of a search.
+
+Each cluster of each case, forward and backward, is captured with its real arguments. Timed are the
+schedules that the tuner would time, a sample of the grid of all within reason, and then, as long as
+that helps, what lies next to the best. Every kernel is compiled beside the timing of the case before.
+With `--from FILE` nothing is timed: the present code's choices are looked up in FILE (`ranking.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.record import Record, begin, reason
+from benchmarks.harness.tables import figure, table
+from benchmarks.harness.timing import yardstick_of
+from benchmarks.kernels import ranking
+from benchmarks.kernels.bars import mean_error, rank_correlation
+from benchmarks.kernels.case import Case
+from benchmarks.kernels.measure import gradients_of, leaves, run
+from benchmarks.kernels.sizes import ALL_CASES
+from fusion_compiler.codegen.emit import program_of
+from fusion_compiler.compiler.compiler import Compiler
+from fusion_compiler.ir.canonical import Canonical, describe
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.options import Options
+from fusion_compiler.runtime.binding import Gpu
+from fusion_compiler.runtime.builds import compile_builds
+from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.grid import grid, neighbours
+from fusion_compiler.schedule.row_tiles import RowTile, placement_of
+
+Schedule = ranking.Schedule
+GAIN = 0.98  # of the best before: worth another round
+CLIMBED = 3  # of the best, whose neighbours are tried
+
+
+@dataclass
+class Found:
+    """A cluster with what its kernel is made from, and the arguments of its first call."""
+
+    name: str
+    key: Canonical
+    doc: str
+    device: DeviceSpec
+    cost: Any
+    reference: Callable[..., tuple[Tensor, ...]]
+    arguments: tuple[Any, ...] = ()
+    programs: dict[Schedule, Program | str] = field(default_factory=dict[Schedule, "Program | str"])
+
+    @functools.cached_property
+    def candidates(self) -> tuple[Schedule, ...]:
+        """The tuner's, the model's first choice first."""
+        return ranking.ranked(self.key.nests[0], self.device)[: ranking.TUNED]
+
+    @functools.cached_property
+    def grid(self) -> tuple[Schedule, ...]:
+        whole = grid(Analysis(self.key.nests[0]), self.device)
+        return tuple(dict.fromkeys((*self.candidates, *whole)))
+
+    def program(self, schedule: Schedule) -> Program | str:
+        """The program under a schedule of the first loop nest, or why there is none."""
+        if schedule not in self.programs:
+            try:
+                self.programs[schedule] = self._built(schedule)
+            except Exception as error:
+                self.programs[schedule] = reason(error)
+        return self.programs[schedule]
+
+    def _built(self, schedule: Schedule) -> Program:
+        buffers = {b.name: b for b in self.key.buffers}
+        is_tile = isinstance(schedule, RowTile)
+        placement = placement_of(Analysis(self.key.nests[0]), schedule) if is_tile else schedule
+        return program_of(self.key.nests, placement, self.name, self.doc, buffers, self.device)
+
+
+class Capturing(Compiler):
+    """Runs every cluster by ATen and keeps it with its first arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(Options.of(backend="eager"))
+        self.found: list[Found] = []
+
+    def runner(
+        self, cluster: Cluster, form: Canonical, plan: FusionPlan, device: DeviceSpec, *rest: Any, **more: Any
+    ) -> Any:
+        by_aten = super().runner(cluster, form, plan, device, *rest, **more)
+        found = Found(cluster.name, form, describe(cluster, plan.dag), device, cluster.cost, by_aten.fallback)
+        self.found.append(found)
+
+        def call(*arguments: Any) -> tuple[Tensor, ...]:
+            found.arguments = found.arguments or arguments
+            return by_aten(*arguments)
+
+        call.__name__ = call.__qualname__ = cluster.name
+        return call
+
+
+def clusters_of(case: Case, options: argparse.Namespace) -> list[Found]:
+    """The clusters of a case's training step, or of its forward where it has no gradients."""
+    torch._dynamo.reset()
+    inputs = case.inputs(options.device, options.quick)
+    compiler = Capturing()
+    fast = torch.compile(case.fn, backend=compiler.backend(), dynamic=False)
+    gradients = gradients_of(case, inputs) if case.differentiate else ()
+    run(fast, leaves(inputs, case.differentiate), case.differentiate, gradients)
+    return [found for found in compiler.found if found.arguments]
+
+
+class Clock(Protocol):
+    """Runs the programs of a cluster and times them: microseconds, or the reason why there are none."""
+
+    def compile(self, programs: Sequence[Program]) -> None: ...
+    def runner(self, found: Found, program: Program) -> Runner: ...
+    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]: ...
+
+
+class GpuClock:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def compile(self, programs: Sequence[Program]) -> None:
+        builds = [b for program in programs for b in program_builds(program, self.gpu.target)]
+        compile_builds(builds, workers=max(1, (os.cpu_count() or 2) - 2))  # two are left to the timing
+
+    def runner(self, found: Found, program: Program) -> Runner:
+        return Runner((program,), found.reference, name=found.name, strict=True, gpus=lambda _: self.gpu)
+
+    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]:
+        calls: dict[int, Callable[[], object]] = {}
+        results: list[float | str] = []
+        for i, program in enumerate(programs):
+            runner = self.runner(found, program)
+            try:
+                runner(*found.arguments)
+                calls[i] = functools.partial(runner, *found.arguments)
+                results.append(float("nan"))
+            except Exception as error:  # does not compile, needs more than the device has
+                results.append(reason(error))
+        if calls:
+            for i, us in zip(calls, self.gpu.times(list(calls.values())), strict=True):
+                results[i] = us
+        return results
+
+
+class InterpreterClock:
+    """Wall time in the interpreter: it tries the harness, and says nothing about a schedule."""
+
+    def compile(self, programs: Sequence[Program]) -> None: ...
+
+    def runner(self, found: Found, program: Program) -> Runner:
+        return Runner((program,), found.reference, name=found.name, strict=True, backend="interpret")
+
+    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]:
+        return [self._time(found, program) for program in programs]
+
+    def _time(self, found: Found, program: Program) -> float | str:
+        start = time.perf_counter()
+        try:
+            self.runner(found, program)(*found.arguments)
+        except Exception as error:
+            return reason(error)
+        return (time.perf_counter() - start) * 1e6
+
+
+@dataclass
+class Search:
+    """The timings of one cluster. limit: schedules of the first round beside the tuner's."""
+
+    found: Found
+    clock: Clock
+    limit: int
+    times: dict[Schedule, float] = field(default_factory=dict[Schedule, float])
+    failed: dict[Schedule, str] = field(default_factory=dict[Schedule, str])
+
+    def first_round(self) -> tuple[Schedule, ...]:
+        """The tuner's candidates and a sample of the grid, the same every time."""
+        rest = [s for s in self.found.grid if s not in self.found.candidates]
+        sample = random.Random(0).sample(rest, min(self.limit, len(rest)))
+        return (*self.found.candidates, *sample)
+
+    def prepare(self) -> None:
+        """Compiles the first round."""
+        self.clock.compile([p for s in self.first_round() if isinstance(p := self.found.program(s), Program)])
+
+    def measure(self, schedules: Iterable[Schedule]) -> None:
+        programs: dict[Schedule, Program] = {}
+        for schedule in schedules:
+            program = self.found.program(schedule)
+            if isinstance(program, Program):
+                programs[schedule] = program
+            else:
+                self.failed[schedule] = program
+        self.clock.compile(list(programs.values()))
+        for schedule, us in zip(programs, self.clock.times(self.found, list(programs.values())), strict=True):
+            if isinstance(us, str):
+                self.failed[schedule] = us
+            else:
+                self.times[schedule] = us
+
+    def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.measure(self.first_round())
+        best = min(self.times.values(), default=0.0)
+        while self.times and time.monotonic() < end:
+            leading = sorted(self.times, key=self.times.__getitem__)[:CLIMBED]
+            tiles = tuple(s for s in self.found.grid if isinstance(s, RowTile))
+            near = dict.fromkeys(n for s in leading if isinstance(s, RowTile) for n in neighbours(s, tiles))
+            new = [s for s in near if s not in self.times and s not in self.failed]
+            if not new:
+                return
+            self.measure(new)
+            before, best = best, min(self.times.values())
+            if best > GAIN * before:
+                return
+
+    def error(self, best: Schedule) -> float:
+        """Largest difference of a schedule's results to ATen's, relative to the largest value."""
+        program = self.found.program(best)
+        assert isinstance(program, Program), "it has been timed"
+        ours = self.clock.runner(self.found, program)(*self.found.arguments)
+        pairs = zip(ours, self.found.reference(*self.found.arguments), strict=True)
+        return max((relative(a, b) for a, b in pairs if b.is_floating_point() and b.numel()), default=0.0)
+
+    def result(self, bandwidth: float) -> dict[str, Any]:
+        """What is kept: the first choice, the tuner's best, the best found, and every timing."""
+        cost = self.found.cost
+        ideal = (cost.bytes_read + cost.bytes_written) / bandwidth * 1e6
+        shown: dict[str, Any] = {
+            "cluster": self.found.name,
+            "predicted_us": cost.us,
+            "grid": len(self.found.grid),
+            "failed": {str(s): why for s, why in self.failed.items()},
+        }
+        if not self.times:
+            return shown
+        tuned = [s for s in self.found.candidates if s in self.times]
+        best = min(self.times, key=self.times.__getitem__)
+        named = {"first": self.found.candidates[0], "best": best}
+        if tuned:
+            named["tuned"] = min(tuned, key=self.times.__getitem__)
+        for label, schedule in named.items():
+            shown[label] = {"schedule": str(schedule), "us": self.times.get(schedule)}
+        shown["fraction"] = ideal / self.times[best]
+        shown["error"] = self.error(best)
+        shown["all"] = [[str(s), us] for s, us in sorted(self.times.items(), key=lambda item: item[1])]
+        return shown
+
+
+def relative(ours: Tensor, reference: Tensor) -> float:
+    difference = (ours.double() - reference.double()).abs().max().item()
+    return difference / max(reference.double().abs().max().item(), 1e-30)
+
+
+def prepared(
+    cases: Iterable[Case], clock: Clock, options: argparse.Namespace
+) -> Iterator[tuple[Case, list[Search] | str]]:
+    """Cases with their searches, the first kernels of each compiled while the one before is timed."""
+    seen: set[Canonical] = set()
+
+    def start(case: Case) -> tuple[Case, list[Search] | str, Future[None] | None]:
+        try:
+            every = clusters_of(case, options)
+        except Exception as error:
+            return case, reason(error), None
+        searches: list[Search] = []
+        for found in every:
+            if found.key not in seen:
+                seen.add(found.key)
+                searches.append(Search(found, clock, options.limit))
+        return case, searches, pool.submit(prepare, searches)
+
+    def prepare(searches: Sequence[Search]) -> None:
+        for search in searches:
+            search.prepare()
+
+    with ThreadPoolExecutor(1) as pool:
+        before = None
+        for job in itertools.chain(map(start, cases), (None,)):
+            if before is not None:
+                case, searches, compiling = before
+                if compiling is not None:
+                    compiling.result()
+                yield case, searches
+            before = job
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How often the rules are right, and how well times are predicted."""
+    clusters = [c for r in rows for c in r["clusters"] if c.get("tuned") and c["first"]["us"]]
+    if len(clusters) < 3:
+        return {}
+    us = [c["predicted_us"] for c in clusters], [c["tuned"]["us"] for c in clusters]
+    first, tuned = ([c[name]["us"] / c["best"]["us"] for c in clusters] for name in ("first", "tuned"))
+    return {
+        "clusters": len(clusters),
+        **ranking.over_best(first, tuned, "best of the tuned"),
+        "prediction against the tuned: mean error": mean_error(*us),
+        "prediction against the tuned: rank correlation": rank_correlation(*us),
+    }
+
+
+def line_of(case: str, c: Mapping[str, Any]) -> list[str]:
+    """A cluster's first choice, the tuner's best and the best of the search, in microseconds."""
+    first, tuned, best = (c.get(n, {}) for n in ("first", "tuned", "best"))
+    over = first["us"] and first["us"] / best["us"]
+    chosen = [first["schedule"], figure(first["us"], ".1f"), figure(tuned.get("us"), ".1f")]
+    searched = [best["schedule"], figure(best["us"], ".1f"), figure(over), figure(c["fraction"])]
+    return [f"{case}: {c['cluster'][:28]}", figure(c["predicted_us"], ".1f"), *chosen, *searched]
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        line_of(row["case"], c)
+        if "best" in c
+        else [f"{row['case']}: {c['cluster'][:28]}", *["-"] * 7, f"{len(c['failed'])} failed"]
+        for row in rows
+        for c in row["clusters"]
+    ]
+    header = ["cluster [us]", "predicted", "first choice", "", "tuned", "best found", "", "first/best"]
+    return table([*header, "fraction"], lines)
+
+
+def clock_of(device: torch.device) -> Clock:
+    return GpuClock(find_gpu(device)) if device.type == "cuda" else InterpreterClock()
+
+
+def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Record | ranking.Summary:
+    if options.timed is not None:
+        return ranking.main(options.timed, cases)
+    bandwidth = yardstick_of(options).bandwidth
+    record = begin("schedules", options, copy_bandwidth=bandwidth)
+    commit = record.environment["commit"]
+    done = {r["case"] for r in record.rows if r.get("done") and r["commit"] == commit}
+    wanted = [
+        c
+        for c in cases
+        if re.search(options.family, c.family) and re.search(options.filter, c.name) and c.name not in done
+    ]
+    for case, searches in prepared(wanted, clock_of(torch.device(options.device)), options):
+        key = {"case": case.name, "phase": "schedules"}
+        row = record.row(key, family=case.family, commit=commit, clusters=[])
+        if isinstance(searches, str):
+            row["failed"] = searches
+            print(f"{case.name}: {searches}", flush=True)
+            searches = []
+        for search in searches:
+            try:
+                search.run(options.budget)
+                row["clusters"].append(search.result(bandwidth))
+                record.summary = summarize(record.rows)
+            except Exception as error:
+                row["clusters"].append({"cluster": search.found.name, "failed": {"search": reason(error)}})
+            record.write()
+        row["done"] = True
+        record.write()
+        if row["clusters"]:
+            print(show([row]), flush=True)
+    print("\n" + show(record.rows))
+    for name, value in record.summary.items():
+        print(f"{name}: {value:.2f}")
+    return record

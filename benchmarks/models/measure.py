@@ -1,0 +1,264 @@
+"""python -m benchmarks models | memory | untuned: whole models, forward, and backward where they train.
+
+Each contender runs in a process of its own, with empty caches. `memory` measures the memory of a step;
+`models` also measures times and errors, and `untuned` does so for the rows of `benchmarks/models/untuned.py`.
+With `--jobs 8`, eight contenders compile side by side and are measured one by one: the seconds of their
+first steps then say nothing.
+
+    python -m benchmarks.models.measure '{"workload": 0, "contender": "ours", ...}'     one, as JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.decoding.decoders import DECODERS
+from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.cells import Cell, fill
+from benchmarks.harness.contenders import Compile, contenders, eager_ops, recorded_graphs
+from benchmarks.harness.energy import energy_of
+from benchmarks.harness.processes import my_turn, only
+from benchmarks.harness.record import Record, begin
+from benchmarks.harness.tables import geometric_mean
+from benchmarks.harness.timing import device_time, host_time, synchronize, wall_time
+from benchmarks.models import steps
+from benchmarks.models.nets import NETS
+from benchmarks.models.untuned import UNTUNED
+from benchmarks.models.workloads import WORKLOADS, Batch, Built, Decoder, gradient_for, result_of, step
+
+SETS = {"models": (*WORKLOADS, *NETS), "decode": DECODERS, "untuned": UNTUNED}
+SETS["memory"] = SETS["models"]
+ALL = (*WORKLOADS, *NETS, *DECODERS, *UNTUNED)
+A_RUN = 64  # tokens in a row, as generated: nobody waits between them
+Results = dict[str, Tensor]  # what one forward (and backward) computed: result, loss, gradients, by name
+FEW_STEPS = 12  # after which a step's memory is what all that follow take: CUDA graphs are tried in them
+
+
+def results_of(model: nn.Module, called: Any, batch: Batch, train: bool, gradient: Tensor | None) -> Results:
+    """Runs `called` (model, or what it was compiled to) without dropout; gradients are those in `model`."""
+    model.eval()
+    output = step(called, batch, train, gradient)
+    tensors = {"result": result_of(output).detach()}
+    if train and gradient is None:
+        tensors["loss"] = output.loss.detach()
+    tensors |= {f"d {n}": p.grad.detach() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return tensors
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch's floating tensors in `dtype`, as leaves where they were leaves."""
+    return {
+        n: t.detach().to(dtype).requires_grad_(t.requires_grad)
+        if isinstance(t, Tensor) and t.is_floating_point()
+        else t
+        for n, t in batch.items()
+    }
+
+
+def compare(ours: Results, eager: Results, truth: Results) -> dict[str, Any]:
+    """Our RMS errors over eager's: geometric mean and worst, with the tensor that has it."""
+    missing = truth.keys() ^ ours.keys()
+    if missing:
+        return {"missing": sorted(missing)}
+    ratios = ratios_to_eager(ours, eager, truth)
+    worst = max(ratios, key=lambda name: ratios[name])
+    return {
+        "error_to_eager": geometric_mean(ratios.values()),
+        "worst_error_to_eager": ratios[worst],
+        "worst_tensor": worst,
+        "beyond_chance": [name for name in ratios if ratios[name] > chance(truth[name])],
+        "tensors_compared": len(ratios),
+    }
+
+
+@dataclass(frozen=True)
+class Task:
+    """One measurement: a workload by its number, who runs it, and how. memory: that alone."""
+
+    workload: int
+    contender: str
+    device: str
+    quick: bool
+    backend: str
+    repetitions: int
+    check: bool
+    memory: bool
+
+    def make(self, **other: Any) -> Built:
+        return ALL[self.workload].make(self.device, self.quick, **other)
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """One cell: seconds of the first step, memory, device time by kind, step time, energy, errors."""
+    compile_ = contenders(True, task.backend, with_graphs=True)[task.contender]
+    cell = step_of(task, compile_)
+    if task.check and not task.memory:
+        release(torch.device(task.device))
+        cell |= errors(task, compile_)
+    return cell
+
+
+def step_of(task: Task, compile_: Compile) -> dict[str, Any]:
+    workload, device = ALL[task.workload], torch.device(task.device)
+    model, batch = task.make()
+    gradient = gradient_for(model, batch) if workload.train else None
+    called = compile_(model)
+
+    room = model.length - model.context if isinstance(model, Decoder) else 0
+    calls = itertools.count(1)
+
+    def one_step() -> None:
+        if isinstance(model, Decoder) and next(calls) % room == 0:
+            model.rewind()
+        step(called, batch, workload.train, gradient)
+        if workload.train:
+            model.zero_grad(set_to_none=True)
+
+    def few_steps() -> None:
+        for _ in range(FEW_STEPS):
+            one_step()
+
+    start = time.perf_counter()
+    first = peak_of(one_step, device)
+    cell: dict[str, Any] = {"first_step_s": time.perf_counter() - start}
+    early = max(first, peak_of(few_steps, device))
+    my_turn()
+    cell |= memory_of(one_step, device)
+    if "peak_gb" in cell:
+        cell |= {"first_peak_gb": first / 1e9, "run_peak_gb": max(early / 1e9, cell["peak_gb"])}
+    if not task.memory:
+        run = A_RUN if isinstance(model, Decoder) else 1
+        cell |= times_of(one_step, device, task.repetitions, run)
+    if isinstance(model, Decoder):
+        cell["token_bytes"] = model.token_bytes()
+    return cell | {"eager_ops": eager_ops(called), "recorded": recorded_graphs(called)}
+
+
+def peak_of(call: Callable[[], None], device: torch.device) -> int:
+    """Return the bytes that are allocated at the peak of a call; 0 without a GPU.
+
+    What CUDA graphs allocate while they are captured counts, what they keep from earlier captures does not.
+    """
+    if device.type != "cuda":
+        call()
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def memory_of(one_step: Callable[[], None], device: torch.device) -> dict[str, float]:
+    """Return the GB at the peak of a step and between steps, with what CUDA graphs keep; {} without a GPU.
+
+    reserved_gb: what the process takes of the device at the peak, with what its allocator cannot use.
+    """
+    if device.type != "cuda":
+        return {}
+    torch.cuda.empty_cache()
+    peak, between = peak_of(one_step, device), torch.cuda.memory_allocated(device)
+    kept = of_recordings(device)
+    return {
+        "peak_gb": (peak + kept) / 1e9,
+        "between_gb": (between + kept) / 1e9,
+        "recordings_gb": kept / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
+    }
+
+
+def of_recordings(device: torch.device) -> int:
+    """Bytes that the pools of CUDA graphs hold, for nobody else, beyond what counts as allocated: replays
+    allocate nothing."""
+    index = device.index or 0
+    segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index)
+    own = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in own)
+
+
+def times_of(
+    one_step: Callable[[], None], device: torch.device, repetitions: int, calls: int
+) -> dict[str, Any]:
+    joules = energy_of(one_step, device)  # in a second of steps, after which the host is warm
+    # A process that has been profiled launches each kernel slower from then on: the clock comes before.
+    times: dict[str, Any] = {
+        "step_ms": wall_time(one_step, device, repetitions, calls) * 1e3,
+        "host_ms": host_time(one_step, device, calls=1) * 1e3,
+    }
+    measured = device_time(one_step, device, repetitions)
+    times |= {
+        "gpu_ms": measured.seconds * 1e3,
+        "kernels": measured.kernels,
+        "by_kind_ms": {kind: seconds * 1e3 for kind, seconds in measured.by_kind.items()},
+        "top_kernels_ms": {n[:120]: s * 1e3 for n, s in list(measured.names.items())[:12]},
+    }
+    return times if joules is None else times | {"joules": joules}
+
+
+def errors(task: Task, compile_: Compile) -> dict[str, Any]:
+    """Compare with eager, and with the same in the workload's exact dtype, under one gradient and weights."""
+    workload, device = ALL[task.workload], torch.device(task.device)
+    model, batch = task.make()
+    weights: Mapping[str, Tensor] = model.state_dict()
+    gradient = gradient_for(model, batch) if workload.train else None
+    model, batch = task.make()
+    eager = results_of(model, model, batch, workload.train, gradient)
+    dtype = torch.float64 if task.quick else workload.exact
+    model, _ = task.make(dtype=dtype, weights=weights)
+    wide = None if gradient is None else gradient.to(dtype)
+    exact = results_of(model, model, cast(batch, dtype), workload.train, wide)
+    del model, weights
+    release(device)
+    model, batch = task.make()
+    ours = results_of(model, compile_(model), batch, workload.train, gradient)
+    return compare(ours, eager, exact)
+
+
+def release(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def cells_of(options: argparse.Namespace) -> list[Cell]:
+    names = contenders(options.autotune, options.backend, options.only, with_graphs=True)
+    decoding, cells = options.benchmark == "decode", list[Cell]()
+    for number, workload in enumerate(ALL):
+        if not re.search(options.filter, workload.name) or workload not in SETS[options.benchmark]:
+            continue
+        net = {"workload": workload.name, "net": workload in NETS}
+        row = {"case": workload.name, "phase": "token"} if decoding else net
+        for name in names:
+            task = Task(
+                number, name, options.device, options.quick, options.backend, options.repetitions,
+                check=not options.no_check, memory=options.benchmark == "memory",
+            )  # fmt: skip
+            cells.append(Cell(workload.name, name, row, vars(task)))
+    return cells
+
+
+def main(options: argparse.Namespace) -> Record:
+    record = begin(options.benchmark, options)
+    figure = "peak_gb" if options.benchmark == "memory" else "step_ms"
+    fill(record, cells_of(options), figure, "benchmarks.models.measure", options, steps.describe)
+    record.summary = steps.means(record.rows)
+    record.write()
+    print("\n" + steps.show(record.rows))
+    for name, mean in record.summary.items():
+        print(f"geometric mean, {name}: {mean:.2f}x")
+    return record
+
+
+if __name__ == "__main__":
+    only(lambda task: measure(Task(**task)))
