@@ -325,11 +325,11 @@ class Unifier:
         )
         outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
         if self.traced.recorded:
-            given = tuple(
+            arguments = tuple(
                 Ref(state.ops[p]) if p in state.ops else state.literals.get(p)
                 for p in self.traced.tensors.values()
             )
-            return Match(self.traced.name, self.traced.pattern, ops, given, outputs)
+            return Match(self.traced.name, self.traced.pattern, ops, arguments, outputs)
         inputs: list[str | float | int | None] = []
         for position, value in enumerate(self.traced.pattern.example):
             if position in self.traced.tensors:
