@@ -33,6 +33,7 @@ from benchmarks.kernels.measure import gradients_of, leaves, run
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.codegen.emit import program_of
 from fusion_compiler.compiler.compiler import Compiler
+from fusion_compiler.compiler.runners import Runners, Target
 from fusion_compiler.ir.canonical import Canonical, describe
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
@@ -90,18 +91,17 @@ class Found:
         return program_of(self.key.nests, placement, self.name, self.doc, buffers, self.device)
 
 
-class Capturing(Compiler):
-    """Runs every cluster by ATen and keeps it with its first arguments."""
+class Capturing(Runners):
+    """Run every cluster by ATen and keep it with its first arguments."""
 
-    def __init__(self) -> None:
-        super().__init__(Options.of(backend="eager"))
-        self.found: list[Found] = []
+    found: list[Found]
 
     def runner(
-        self, cluster: Cluster, form: Canonical, plan: FusionPlan, device: DeviceSpec, *rest: Any, **more: Any
+        self, cluster: Cluster, form: Canonical, plan: FusionPlan, target: Target, *rest: Any, **more: Any
     ) -> Any:
-        by_aten = super().runner(cluster, form, plan, device, *rest, **more)
-        found = Found(cluster.name, form, describe(cluster, plan.dag), device, cluster.cost, by_aten.fallback)
+        by_aten = super().runner(cluster, form, plan, target, *rest, **more)
+        doc = describe(cluster, plan.dag)
+        found = Found(cluster.name, form, doc, target.device, cluster.cost, by_aten.fallback)
         self.found.append(found)
 
         def call(*arguments: Any) -> tuple[Tensor, ...]:
@@ -116,11 +116,14 @@ def clusters_of(case: Case, options: argparse.Namespace) -> list[Found]:
     """The clusters of a case's training step, or of its forward where it has no gradients."""
     torch._dynamo.reset()
     inputs = case.inputs(options.device, options.quick)
-    compiler = Capturing()
+    compiler = Compiler(Options.of(backend="eager"))
+    every = compiler.kernels
+    capturing = Capturing(every.options, every.store, every.stages, every.debug, every.warned)
+    capturing.found, compiler.kernels = [], capturing
     fast = torch.compile(case.fn, backend=compiler.backend(), dynamic=False)
     gradients = gradients_of(case, inputs) if case.differentiate else ()
     run(fast, leaves(inputs, case.differentiate), case.differentiate, gradients)
-    return [found for found in compiler.found if found.arguments]
+    return [found for found in capturing.found if found.arguments]
 
 
 class Clock(Protocol):

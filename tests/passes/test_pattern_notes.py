@@ -279,6 +279,17 @@ def test_a_predicate_is_told_where_tensors_come_from(sort: str, how: str) -> Non
 
 
 @pytest.mark.parametrize("sort", SORTS)
+def test_a_predicate_may_say_why(sort: str) -> None:
+    def twice(x: Tensor) -> Tensor:
+        return torch.tanh(x) * 2.0
+
+    pattern = SORTS[sort](twice, torch.ones(6, 10), name="mine", where=lambda x: f"{x.shape[-1]} columns")
+    fast = compiled(twice, pattern)
+    fast(torch.randn(4, 8))
+    assert fast.plan[0].notes["mine"].endswith(": 8 columns")
+
+
+@pytest.mark.parametrize("sort", SORTS)
 def test_a_predicate_sees_shapes_dtypes_devices_and_constants(sort: str) -> None:
     seen: list[tuple[Any, ...]] = []
 

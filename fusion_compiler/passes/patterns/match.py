@@ -9,7 +9,7 @@ looked through, so that the pattern traced in float32 on [rows, columns] also na
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -39,7 +39,7 @@ class Match:
     inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter); of a
         recorded pattern the op as a Ref, or the literal.
     outputs: the graph's ops that hold the results.
-    casts: whether the graph converts dtypes where the pattern does not.
+    casts: whether the graph converts dtypes where the pattern does not. refused: why `where=` said no.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Match:
     inputs: tuple[Any, ...]
     outputs: tuple[str, ...]
     casts: bool = False
+    refused: str = ""
 
     @property
     def root(self) -> str:
@@ -125,6 +126,8 @@ def match_all(
             ):
                 continue
             wanted = accepts(match) if accepts else is_wanted(rule, match.inputs, dag, origins)
+            if isinstance(wanted, str):
+                match, wanted = replace(match, refused=wanted), False
             if op is not None:
                 lost += [Lost(match, owner[op], op)] if wanted else []
             elif wanted:
@@ -322,11 +325,11 @@ class Unifier:
         )
         outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
         if self.traced.recorded:
-            given = tuple(
+            arguments = tuple(
                 Ref(state.ops[p]) if p in state.ops else state.literals.get(p)
                 for p in self.traced.tensors.values()
             )
-            return Match(self.traced.name, self.traced.pattern, ops, given, outputs)
+            return Match(self.traced.name, self.traced.pattern, ops, arguments, outputs)
         inputs: list[str | float | int | None] = []
         for position, value in enumerate(self.traced.pattern.example):
             if position in self.traced.tensors:

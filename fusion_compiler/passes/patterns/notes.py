@@ -39,7 +39,8 @@ def _declined(matches: Sequence[Match], dag: OpDag) -> str:
     if any(value is None and isinstance(example, Tensor) for value, example in asked):
         return f"where= asks about an argument that the gradient does not need, {where}"
     times = f"{len(matches)} match{'es' if len(matches) > 1 else ''}"
-    return f"where= said no to {times}, {where}"
+    reason = f": {first.refused}" if first.refused else ""
+    return f"where= said no to {times}, {where}{reason}"
 
 
 def places(names: Sequence[str], dag: OpDag) -> str:

@@ -16,9 +16,11 @@ from fusion_compiler.ir.sources import is_library
 from fusion_compiler.passes.patterns.indexed import bare, key_of
 from fusion_compiler.patterns import MatchedTensor, Pattern
 
+Verdict = bool | str
 
-def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], dag: OpDag, o: Origins) -> bool:
-    """What the pattern's `where=` says of a match; True without one.
+
+def is_wanted(pattern: Pattern, inputs: tuple[Any, ...], dag: OpDag, o: Origins) -> Verdict:
+    """Return what the pattern's `where=` says of a match, True without one. A string is a reason to refuse.
 
     inputs: an op or a number for each argument. A gradient that needs none of an argument's values cannot
     be asked about, and neither can a size that only data decides: no.
@@ -36,7 +38,7 @@ def is_wanted(pattern: Pattern, inputs: tuple[str | float | int | None, ...], da
         given.append(_described(value, dag, o) if isinstance(value, str) else value)
     try:
         verdict = pattern.where(*given)
-        return bool(verdict) and not isinstance(verdict, str)
+        return verdict if isinstance(verdict, str) else bool(verdict)
     except GuardOnDataDependentSymNode:
         return False
     except Exception as error:

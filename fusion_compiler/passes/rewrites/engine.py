@@ -160,8 +160,8 @@ class Replacements:
     look: Callable[[fx.Node, set[fx.Node]], Verdict | Sequence[Replacement | str]]
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-        found = [gm.graph.find_nodes(op="call_function", target=t) for t in self.targets]
-        roots = found[0] if len(found) == 1 else sorted(node for nodes in found for node in nodes)
+        calls = [gm.graph.find_nodes(op="call_function", target=t) for t in self.targets]
+        roots = calls[0] if len(calls) == 1 else sorted(node for nodes in calls for node in nodes)
         if not roots:
             return gm, ()
         written = mutated_nodes(gm.graph.nodes)
@@ -258,23 +258,23 @@ class Rules:
 
     def _verdict(self, match: Match, nodes: Mapping[str, fx.Node]) -> Site | None:
         root, ops = nodes[match.root], [nodes[op] for op in match.ops]
-        given = [nodes[v.name] if isinstance(v, Ref) else _as_lists(v) for v in match.inputs]
-        if not _is_apart(root, ops, given):
+        operands = [nodes[v.name] if isinstance(v, Ref) else _as_lists(v) for v in match.inputs]
+        if not _is_apart(root, ops, operands):
             return None
         if self.inference and torch.is_grad_enabled() and any(map(wants_gradient, ancestors(root))):
             return None
         rule: Rule = match.pattern  # type: ignore[assignment]
-        values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in (root, *given)]
+        values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in (root, *operands)]
         said = rule.verdict(*values)
         if said is not True:
             return Site(self.name, root.name, said) if said else None
-        if _is_overwritten(ops, given):
+        if _is_overwritten(ops, operands):
             return Site(self.name, root.name, "an operand is written in place before the result is computed")
 
         def make(copies: Nodes) -> fx.Node:
             like = copies[root]
-            operands = (Recorded(copies[v], like) if isinstance(v, fx.Node) else v for v in given)
-            return rule.after(*operands).node
+            values = (Recorded(copies[v], like) if isinstance(v, fx.Node) else v for v in operands)
+            return rule.after(*values).node
 
         note = rule.note if isinstance(rule.note, str) else rule.note(*values)
         return _site(self.name, root, Replacement(make, note, tuple(ops)))
@@ -284,13 +284,13 @@ def _as_lists(value: Any) -> Any:
     return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
 
 
-def _is_apart(root: fx.Node, ops: Sequence[fx.Node], given: Sequence[Any]) -> bool:
+def _is_apart(root: fx.Node, ops: Sequence[fx.Node], operands: Sequence[Any]) -> bool:
     """True if nothing else reads what lies between the matched ops, nor memory of others that they write."""
     if any(not {*op.users} <= {*ops} for op in ops if op is not root):
         return False
     for op in ops:
         for into in _written(op):
-            is_outside = into in given
+            is_outside = into in operands
             is_shown = into.op != "call_function" or is_view(into.target) or not {*into.users} <= {*ops}
             if is_outside and is_shown:
                 return False
@@ -306,11 +306,11 @@ def _written(op: fx.Node) -> list[fx.Node]:
     return [named[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
 
 
-def _is_overwritten(ops: Sequence[fx.Node], given: Sequence[Any]) -> bool:
+def _is_overwritten(ops: Sequence[fx.Node], operands: Sequence[Any]) -> bool:
     """True if another call writes an operand between the matched ops."""
     between: list[fx.Node] = []
     node, last = min(ops), max(ops)
     while node is not last:
         between += [] if node in ops else [node]
         node = node.next
-    return bool(between) and not aliases(list(given)).isdisjoint(mutated_nodes(between))
+    return bool(between) and not aliases(list(operands)).isdisjoint(mutated_nodes(between))
