@@ -111,7 +111,8 @@ def region(gm: fx.GraphModule, roots: Mapping[fx.Node, int]) -> OpDag:
 def _dag(gm: fx.GraphModule, nodes: Iterable[fx.Node], inside: Iterable[fx.Node]) -> OpDag:
     """Return a DAG of some nodes. inside: those whose operands are among them; others are its inputs.
 
-    Of shapes it only has ranks: recorded patterns compare no sizes.
+    Of shapes it only has ranks, and it has no edges: matching compares no sizes, and goes from an op to what
+    it reads.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()
     complete, inputs = {*inside}, list[str]()
@@ -127,5 +128,4 @@ def _dag(gm: fx.GraphModule, nodes: Iterable[fx.Node], inside: Iterable[fx.Node]
         metas = tuple(TensorMeta((0,) * t.dim(), (), t.dtype, t.device.type) for t in tensors)
         op = Op(node.name, target, Kind.OPAQUE, reads, metas, args, kwargs, flops=0, bytes=0, source=None)
         graph.add_node(node.name, op=op)
-        graph.add_edges_from((name, node.name) for name in reads)
     return OpDag(graph, tuple(inputs), (), gm)

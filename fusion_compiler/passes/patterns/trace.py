@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx as nx
 import sympy
 import torch
 from torch import fx
@@ -58,7 +57,10 @@ class Traced:
     @functools.cached_property
     def depth(self) -> int:
         """The most ops that follow each other, after a parameter."""
-        return nx.dag_longest_path_length(self.dag.graph)
+        depths: dict[str, int] = {}
+        for name in self.dag.order:
+            depths[name] = 1 + max((depths[read] for read in self.dag.op(name).inputs), default=-1)
+        return max(depths.values())
 
     @functools.cached_property
     def operators(self) -> frozenset[str]:

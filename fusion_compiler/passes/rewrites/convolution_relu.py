@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
 from fusion_compiler.ir.convolution_relu import convolution_relu, is_one_kernel
 from fusion_compiler.ir.graph_pass import Pass
@@ -24,8 +25,8 @@ aten = torch.ops.aten
 RULE = "convolution and ReLU"
 
 
-def _is_16_bits(result: torch.Tensor) -> bool:
-    return has_tensor_units(result)
+def _is_16_bits(node: fx.Node) -> bool:
+    return has_tensor_units(node.meta["val"])
 
 
 def _alone(relu: Callable[..., Any]) -> Rule:

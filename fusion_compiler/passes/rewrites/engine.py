@@ -190,12 +190,12 @@ class Rule(Rewrite):
 
     where: called with the result of `code` and the arguments. True if the two are equal, False if this is no
         match, or the reason why a match is left. pays: the same about what does not change results.
-    considers: called with the result alone, before anything is matched; False if this is no match.
+    considers: called with the node of the result, before anything is matched; False if this is no match.
     note: what is done, or a function of result and arguments that says so.
     """
 
     pays: Where = _always
-    considers: Callable[[Any], bool] = _always
+    considers: Callable[[fx.Node], bool] = _always
     note: str | Callable[..., str] = "replaced"
     examples: tuple[tuple[Any, ...], ...] = ()
 
@@ -214,7 +214,7 @@ def rule(
     *examples: tuple[Any, ...],
     where: Where | None = None,
     pays: Where = _always,
-    considers: Callable[[Any], bool] = _always,
+    considers: Callable[[fx.Node], bool] = _always,
     note: str | Callable[..., str] = "replaced",
 ) -> Rule:
     """Return the rule that replaces `before` by `after`. See Rule."""
@@ -239,7 +239,7 @@ class Rules:
         roots: dict[fx.Node, int] = {}
         for rule in self.rules:
             traced = recorded(rule)
-            nodes = [n for n in roots_of(traced, gm.graph) if rule.considers(n.meta["val"])]
+            nodes = [n for n in roots_of(traced, gm.graph) if rule.considers(n)]
             patterns += [traced] if nodes else []
             roots |= {node: max(traced.depth, roots.get(node, 0)) for node in nodes}
         if not patterns:

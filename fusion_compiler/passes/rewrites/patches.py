@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 
+from fusion_compiler.capture.graphs import arguments
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.rewrites.engine import Rule, Rules, rule
 from fusion_compiler.passes.rewrites.pools import each
@@ -52,6 +54,11 @@ def _is_side_by_side(
     return plain and each(stride, rank) == kernel and math.prod(kernel) > 1
 
 
+def _has_steps(node: fx.Node) -> bool:
+    steps = (n for n in arguments(node)["stride"] if isinstance(n, int))
+    return any(n > 1 for n in steps) and node.meta["val"].is_contiguous()
+
+
 def _pays(result: Any, x: Any, *others: Any) -> bool:
     """True if the channels of an image are images of their own."""
     return x.is_floating_point() and x.stride()[-1] == 1
@@ -70,7 +77,7 @@ def _convolution(rank: int, convolution: Callable[..., Any]) -> Rule:
         (image, weight, torch.ones(5), *sizes),
         (torch.ones(2, 3, *(7, 9, 5)[:rank]).bfloat16(), weight.bfloat16(), None, *sizes),
         where=_is_side_by_side,
-        considers=lambda result: result.is_contiguous(),
+        considers=_has_steps,
         pays=_pays,
         note=_note,
     )

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import torch
+from torch import fx
 
 from fusion_compiler.capture.graphs import hinted
 from fusion_compiler.ir.graph_pass import Pass
@@ -41,8 +42,8 @@ def _padded(x: Any, weight: Any, bias: Any) -> Any:
     return aten.contiguous.default(cut)  # as in eager, so that views of the result that need it work
 
 
-def _is_unaligned(result: Any) -> bool:
-    features = result.shape[-1]
+def _is_unaligned(node: fx.Node) -> bool:
+    features = node.meta["val"].shape[-1]
     return isinstance(features, int) and features >= MIN_FEATURES and features % ALIGNED != 0
 
 
