@@ -1,4 +1,4 @@
-"""Graphs within a graph: bodies of loops over chunks of rows, and branches of control flow."""
+"""Compile the graphs within a graph: bodies of loops over chunks of rows, and branches of control flow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CompileGraph = Callable[[fx.GraphModule, Any, GraphInfo], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted of a chunk's body: the bytes that it uses at once, and its time."""
+    """The object has the predictions for a chunk's body: the bytes that it uses at once, and its time."""
 
     peak: int
     time: StepTime

@@ -1,4 +1,4 @@
-"""The plan of a graph: from disk, or made anew and then kept there."""
+"""Read the plan of a graph from disk, or plan the graph and keep the plan there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fusion_compiler.support.store import PLAN, Key, Store
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and where it comes from.
+    """The object has a plan, and says where it comes from.
 
     programs: those of its clusters, by name, if the plan comes from disk; None for a new plan.
     key: under which the plan is kept on disk, or None. decisions: why it is not kept there.
@@ -39,7 +39,7 @@ class Planned:
 
 
 class Planner:
-    """The planner of the graphs of one compile().
+    """A planner plans the graphs of one compile().
 
     asked: True if the plans keep their searches, to answer questions.
     """

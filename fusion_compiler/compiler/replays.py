@@ -1,4 +1,4 @@
-"""Which graphs are replayed as CUDA graphs: `runtime.cuda_graphs`, with predictions from their plans."""
+"""Decide which graphs are replayed as CUDA graphs, from predictions of their plans (`runtime.cuda_graphs`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Boxed = Callable[..., Any]
 
 
 class Replays:
-    """The CUDA graphs of one compile().
+    """The object records the graphs of one compile() as CUDA graphs.
 
     plans: receive later decisions. warned: warns of a graph that was asked for and is not recorded.
     """

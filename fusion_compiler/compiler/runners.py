@@ -1,4 +1,4 @@
-"""The runners of a plan's clusters: their kernels are emitted, tuned and, if asked, verified."""
+"""Emit, tune and, if asked, verify the kernels of a plan's clusters."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ LITTLE = 0.005  # of a graph's time: clusters that take less are not timed
 
 @dataclass(frozen=True)
 class Target:
-    """What a graph runs on. kind: "cuda" or "cpu". device: planned for. backend: as in `Options.backend`, but
-    not "auto"."""
+    """The target is what a graph runs on.
+
+    kind: "cuda" or "cpu". device: the one that is planned for. backend: as `Options.backend`, but not "auto".
+    """
 
     kind: str
     device: DeviceSpec
@@ -43,7 +45,7 @@ class Target:
 
 
 class Runners:
-    """Runners of clusters by their canonical form and backend, shared by the graphs of one compile()."""
+    """The object holds the runners of clusters, by canonical form and backend, for all graphs of a compile()."""
 
     def __init__(
         self, options: Options, store: Store, stages: Stages, debug: Debug, warned: WarnOnce

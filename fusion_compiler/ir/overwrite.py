@@ -1,4 +1,4 @@
-"""Whether a cluster may write a result over an input that nobody reads any more.
+"""Prove that a cluster may write a result over an input that nobody reads any more.
 
 Programs of a kernel run in any order, and a schedule may read a row in several passes. So it may where each
 element of the input is read by the one program that stores a result in its very place, and by no pass behind
