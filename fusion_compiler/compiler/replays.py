@@ -1,4 +1,4 @@
-"""Decide which graphs are replayed as CUDA graphs, from predictions of their plans (`runtime.cuda_graphs`)."""
+"""Decide which graphs are replayed as CUDA graphs, from predictions of their plans (`runtime.pairs`)."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def test_fresh_chains() -> None:
     first = int(os.environ.get("FUSION_RANDOM_SEED", secrets.randbelow(2**31)))
     drawn = filter(None, map(chained, map(draw, itertools.count(first))))
     for given in itertools.islice(drawn, CHAINS):
-        # With backend "eager" each ATen call rounds to 16 bits, and gradients may be further off than eager's.
+        # With backend "eager" each ATen call rounds to 16 bits: gradients may be less exact than eager's.
         verdict = judge(given, lambda fn, _: fc.compile(fn, backend="interpret", fullgraph=True))
         assert not verdict.failed, f"{first}: {verdict}\n{verdict.detail}\n{given.text()}"
 
