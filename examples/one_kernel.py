@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.api import Compiler
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import device_spec
@@ -28,7 +28,6 @@ from fusion_compiler.ir.loops import (
     Store,
     Value,
 )
-from fusion_compiler.options import Options
 
 DEVICE = "h200"
 
@@ -52,7 +51,7 @@ def walk() -> dict[str, str]:
     (plan,) = report.plans
     (cluster,) = plan.clusters
     key = canonical(cluster, plan.dag)
-    programs = Compiler(Options.of(device=DEVICE)).emit(key, cluster, plan.dag, device_spec(DEVICE))
+    programs = emit_cluster(key, cluster, plan.dag, device_spec(DEVICE))
     return {
         "code": textwrap.dedent(inspect.getsource(RMSNorm.forward)),
         "graph": re.sub(r";  .* = None", "", plan.dag.module.code),

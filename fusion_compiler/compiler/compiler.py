@@ -27,7 +27,7 @@ from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
 from fusion_compiler.compiler.planning import Planner
 from fusion_compiler.compiler.replays import Replays
-from fusion_compiler.compiler.runners import Runners, Target, verified
+from fusion_compiler.compiler.runners import Runners, Target, verifier
 from fusion_compiler.errors import (
     EagerDeviceError,
     EagerGraphError,
@@ -284,7 +284,8 @@ class Compiler:
         With backend "eager" the subgraphs themselves run: return the runners unchanged, and warn.
         """
         if target.backend != "eager":
-            return verified(plan, runners, self.plans.verification, self.warned)
+            table = self.plans.verification
+            return {c.name: verifier(c, plan.dag, runners[c.name], table, self.warned) for c in plan.clusters}
         if not any(isinstance(p, UserKernel) for p in self.patterns):  # the user's kernels are compared
             nothing = f"the clusters run as ATen ops on {target.kind}"
             nothing += ": there is no kernel to compare them with"

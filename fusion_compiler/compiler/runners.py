@@ -149,26 +149,23 @@ def emit_cluster(
     return emit(form.nests, cluster.name, doc, buffers, device, limit, form.constants)
 
 
-def verified(
-    plan: FusionPlan, runners: Mapping[str, Runner], table: Verification, warned: WarnOnce
-) -> dict[str, Verifier]:
-    """Return the runners of a plan, each compared with its cluster's fx subgraph at its first call.
+def verifier(
+    cluster: Cluster, dag: OpDag, run: Runner, table: Verification, warned: WarnOnce
+) -> Verifier:
+    """Return `run` of a cluster, compared with the cluster's fx subgraph at its first call.
 
     table: receives the errors that are measured.
     """
-    return {
-        cluster.name: Verifier(
-            runners[cluster.name],
-            subgraph(cluster, plan.dag),
-            cluster.name,
-            cluster.outputs,
-            coarsest(plan.dag, cluster.ops),
-            table,
-            warned,
-            frozenset(map(cluster.inputs.index, aliased_inputs(cluster, plan.dag).values())),
-        )
-        for cluster in plan.clusters
-    }
+    return Verifier(
+        run,
+        subgraph(cluster, dag),
+        cluster.name,
+        cluster.outputs,
+        coarsest(dag, cluster.ops),
+        table,
+        warned,
+        frozenset(map(cluster.inputs.index, aliased_inputs(cluster, dag).values())),
+    )
 
 
 def times_by(plan: FusionPlan, of: Mapping[str, K]) -> dict[K, float]:

@@ -15,10 +15,10 @@ import torch
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step
 from fusion_compiler.compiler.compiler import Compiler
+from fusion_compiler.compiler.runners import Runners, Target, verifier
 from fusion_compiler.errors import HardwareExceededError
 from fusion_compiler.ir.canonical import Canonical
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
@@ -29,26 +29,41 @@ from fusion_compiler.runtime.launch import Backend, Runner, find_gpu, program_bu
 
 
 class Checking(Compiler):
-    """Runs clusters by ATen, and at the first call of each all programs that it has.
+    """Runs clusters by ATen, and at the first call of each all programs that it has."""
 
-    kernels: what runs these, "interpret" or "triton".
-    """
-
-    def __init__(self, kernels: Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__(Options.of(backend="eager", tune="all"))
-        self.kernels: Backend = kernels
+        self.kernels = CheckingRunners(self, backend)
+
+    @property
+    def seen(self) -> set[Canonical]:
+        return self.kernels.seen
+
+    @property
+    def refused(self) -> list[str]:
+        return self.kernels.refused
+
+
+class CheckingRunners(Runners):
+    """backend: what runs the programs, "interpret" or "triton"."""
+
+    def __init__(self, compiler: Compiler, backend: Backend) -> None:
+        usual = compiler.kernels
+        super().__init__(usual.options, usual.store, usual.stages, usual.debug, usual.warned)
+        self.table, self.backend = compiler.plans.verification, backend
         self.seen: set[Canonical] = set()
         self.refused: list[str] = []
 
     def runner(
-        self, cluster: Cluster, form: Canonical, plan: FusionPlan, device: DeviceSpec, *rest: Any, **more: Any
+        self, cluster: Cluster, form: Canonical, plan: FusionPlan, target: Target, *rest: Any, **more: Any
     ) -> Any:
-        by_aten = super().runner(cluster, form, plan, device, *rest, **more)
+        by_aten = super().runner(cluster, form, plan, target, *rest, **more)
 
         def call(*arguments: Any) -> tuple[torch.Tensor, ...]:
             if form not in self.seen:
                 self.seen.add(form)
-                self._check(self.emit(form, cluster, plan.dag, device), cluster, plan.dag, by_aten, arguments)
+                programs = self.emit(form, cluster, plan.dag, target.device)
+                self._check(programs, cluster, plan.dag, by_aten, arguments)
             return by_aten(*arguments)
 
         call.__name__ = call.__qualname__ = cluster.name
@@ -64,14 +79,14 @@ class Checking(Compiler):
     ) -> None:
         bases = [base_of(dag, name) for name in cluster.outputs]
         written = {cluster.inputs.index(base) for base in bases if base is not None}
-        if self.kernels == "triton":
+        if self.backend == "triton":
             compile_builds(b for p in programs for b in program_builds(p, find_gpu(None).target))
         for program in programs:
             name = f"{cluster.name} under {program.schedule}"
-            run = Runner((program,), by_aten.fallback, name=name, strict=True, backend=self.kernels)
+            run = Runner((program,), by_aten.fallback, name=name, strict=True, backend=self.backend)
             given = [a.clone() if i in written else a for i, a in enumerate(arguments)]
             try:
-                self.verifier(replace(cluster, name=name), dag, run)(*given)
+                verifier(replace(cluster, name=name), dag, run, self.table, self.warned)(*given)
             except HardwareExceededError:
                 self.refused.append(name)
 
