@@ -255,7 +255,7 @@ def _shape(shape: tuple[object, ...]) -> str:
 
 
 def _call(op: Op, traced: Traced | None) -> str:
-    """Return an op as a call, other ops' values as dots: "mul(…, 0.5)". Open numbers get a name."""
+    """Return an op as a call, other ops' values as dots: "mul(…, 0.5)"; open numbers are "any number"."""
     if op.target in ("placeholder", "get_attr"):
         return f"the input {op.name}" if traced is None else _argument_name(op, traced)
     numbers = {} if traced is None else traced.numbers
