@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fusion_compiler as fc
 from fusion_compiler.ir.sources import frames_of, marked
-from fusion_compiler.passes.fuse.source_lookup import meant
+from fusion_compiler.passes.fuse.source_lookup import references
 
 VERSION = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -72,9 +72,9 @@ def test_pieces_of_statements_and_method_chains() -> None:
 
 
 def test_a_call_of_the_users_own_function_is_what_that_computes() -> None:
-    ops = {m.label: m.ops for m in meant(fc.explain(Nested(), torch.randn(8, 64)).plans[0].dag, "gate(")}
+    ops = {m.label: m.ops for m in references(fc.explain(Nested(), torch.randn(8, 64)).plans[0].dag, "gate(")}
     assert ops == {"gate(": ("sigmoid", "mul")}
-    ops = {m.label: m.ops for m in meant(fc.explain(Nested(), torch.randn(8, 64)).plans[0].dag, "exp")}
+    ops = {m.label: m.ops for m in references(fc.explain(Nested(), torch.randn(8, 64)).plans[0].dag, "exp")}
     assert ops == {"exp": ("exp",)}
 
 
@@ -84,7 +84,7 @@ def test_a_piece_that_is_several_calls_is_answered_for_each() -> None:
 
     report = fc.explain(twice, torch.randn(64, 64))
     (place,) = {f.line for n in report.plans[0].dag.module.graph.nodes for f in frames_of(n)}
-    found = meant(report.plans[0].dag, "torch.exp")
+    found = references(report.plans[0].dag, "torch.exp")
     assert [(m.label, m.ops) for m in found] == [
         (f"torch.exp(x) (test_source_lookup.py:{place})", ("exp",)),
         (f"torch.exp(x * 2) (test_source_lookup.py:{place})", ("exp_1",)),
@@ -103,14 +103,14 @@ def test_where_only_the_beginning_of_a_call_is_known_names_decide() -> None:
     dag = dynamo_dag(Dense(), torch.randn(8, 64))
     told = any("^" in (n.meta.get("stack_trace") or "") for n in dag.module.graph.nodes)
     assert told == (VERSION >= (2, 13))
-    (relu,) = meant(dag, "F.relu")
+    (relu,) = references(dag, "F.relu")
     assert relu.sure and {str(dag.op(n).target) for n in relu.ops} <= {"aten.relu.default", "aten.le.Scalar"}
 
     def chain(x: Tensor) -> Tensor:
         return x.softmax(-1).exp()
 
     dag = dynamo_dag(chain, torch.randn(8, 64))
-    (last,) = meant(dag, ".exp()")
+    (last,) = references(dag, ".exp()")
     assert not {str(dag.op(n).target) for n in last.ops} - {"aten.exp.default"}
 
 
@@ -121,11 +121,11 @@ def test_what_cannot_be_told_apart_is_not_claimed() -> None:
     for node in dag.module.graph.nodes:
         if "stack_trace" in node.meta:
             node.meta["stack_trace"] = re.sub(r"\n *[~^]+(?=\n)", "", node.meta["stack_trace"])
-    (relu,) = meant(dag, "F.relu(")
+    (relu,) = references(dag, "F.relu(")
     assert relu.sure and {str(dag.op(n).target) for n in relu.ops} == {"aten.relu.default"}
-    (norm,) = meant(dag, "self.n(")  # by its module
+    (norm,) = references(dag, "self.n(")  # by its module
     assert norm.sure and len(norm.ops) > 10
-    (unclear,) = meant(dag, "x + ")
+    (unclear,) = references(dag, "x + ")
     assert not unclear.sure and len(unclear.ops) > len(norm.ops)
     text = str(report.why("x + ", "n")[0])
     assert text.startswith("some of what return x + self.f2(") and "which of it cannot be told" in text

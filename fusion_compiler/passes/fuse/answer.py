@@ -1,4 +1,4 @@
-"""An answer to "why are these two not one kernel?", where the two are named as a user would name them."""
+"""Answers to "why are these two not one kernel?", where the two are named as a user would name them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Rejected
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.schema import is_view
-from fusion_compiler.passes.fuse.source_lookup import Meant, meant
+from fusion_compiler.passes.fuse.source_lookup import NameReference, references
 from fusion_compiler.passes.fuse.why import Why
 
-MOST_PAIRS = 16  # of calls that two pieces of source may stand for
+MOST_PAIRS = 16  # pairs of calls that are answered if two pieces of source stand for several
 PLACE = re.compile(r"(?P<file>[^:]+\.py):(?P<line>\d+)")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of two ops in one graph. str() is the answer.
+    """An answer says what became of two ops in one graph; str() is its text.
 
-    fused: they are one kernel. refused: where they are not, the rule, its reason and the saving; None where
-    one of them launches nothing.
+    fused: they are one kernel. refused: if they are not, the rule, its reason and the saving; None if one of
+    them launches nothing.
     """
 
     graph: str
@@ -39,22 +39,22 @@ class Answer:
         return self.text
 
 
-def meanings(plan: FusionPlan, name: str) -> list[Meant]:
-    """What a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source, which may
-    be several calls."""
+def meanings(plan: FusionPlan, name: str) -> list[NameReference]:
+    """Return what a name stands for: an op, a cluster, "file.py:12", a module's path or a piece of source,
+    which may be several calls."""
     dag = plan.dag
     clusters = {c.name: c.ops for c in plan.clusters}
-    own = [n for n in dag.order if n not in dag.inputs]
-    if name in own:
-        return [Meant(name, (name,))]
+    computed = [n for n in dag.order if n not in dag.inputs]
+    if name in computed:
+        return [NameReference(name, (name,))]
     if name in clusters:
-        return [Meant(name, clusters[name])]
+        return [NameReference(name, clusters[name])]
     if place := PLACE.fullmatch(name.strip()):
-        found = tuple(n for n in own if _at(dag, n, place["file"], int(place["line"])))
-        return [Meant(name, found)] if found else []
-    sources = {n: s for n in own if (s := dag.op(n).source) is not None}
+        ops = tuple(n for n in computed if _at(dag, n, place["file"], int(place["line"])))
+        return [NameReference(name, ops)] if ops else []
+    sources = {n: s for n in computed if (s := dag.op(n).source) is not None}
     module = [n for n, s in sources.items() if s.module == name or s.module.startswith(f"{name}.")]
-    return [Meant(name, tuple(module))] if module else meant(dag, name)
+    return [NameReference(name, tuple(module))] if module else references(dag, name)
 
 
 def _at(dag: OpDag, name: str, file: str, line: int) -> bool:
@@ -63,25 +63,25 @@ def _at(dag: OpDag, name: str, file: str, line: int) -> bool:
 
 
 def unknown(name: str, plans: Iterable[FusionPlan]) -> UnknownOpError:
-    """The error for a name that no plan has."""
-    known = {n for plan in plans for n in (*plan.dag.order, *(c.name for c in plan.clusters))}
-    return UnknownOpError(name=name, suggestion=closest(name, known))
+    """Return the error for a name that no plan has."""
+    names = {n for plan in plans for n in (*plan.dag.order, *(c.name for c in plan.clusters))}
+    return UnknownOpError(name=name, suggestion=closest(name, names))
 
 
 def answers(why: Why, a: str, b: str) -> list[Answer]:
-    """Every different answer for the ops that two names stand for, in one graph, what is one kernel first;
-    empty where it lacks one."""
+    """Return every different answer for the ops that two names stand for in one graph, fused pairs first.
+    The list is empty if the graph lacks one of the names."""
     first, second = meanings(why.plan, a), meanings(why.plan, b)
     pairs = [(x, y) for x in first for y in second]
-    found = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]
+    every = [answer for x, y in pairs[:MOST_PAIRS] for answer in _answers(why, x, y)]
     if len(pairs) > MOST_PAIRS:
         text = f"{a} and {b} stand for {len(first)} and {len(second)} calls: give more of their lines"
-        found.append(Answer(why.plan.name, text))
-    different = {answer.text: answer for answer in found}
+        every.append(Answer(why.plan.name, text))
+    different = {answer.text: answer for answer in every}
     return sorted(different.values(), key=lambda answer: not answer.fused)
 
 
-def _answers(why: Why, a: Meant, b: Meant) -> list[Answer]:
+def _answers(why: Why, a: NameReference, b: NameReference) -> list[Answer]:
     plan = why.plan
     homes = {name: [u.name for u in why.units.values() if name in u.ops] for name in {*a.ops, *b.ops}}
     mine, theirs = ({unit for n in each.ops for unit in homes[n]} for each in (a, b))
@@ -98,7 +98,7 @@ def _answers(why: Why, a: Meant, b: Meant) -> list[Answer]:
 
 
 def _nothing(why: Why, name: str) -> str:
-    """Why an op runs nowhere."""
+    """Return the answer for an op that runs nowhere."""
     op = why.dag.op(name)
     if is_view(op.target):
         base = why.tensors.base(name)
@@ -106,7 +106,7 @@ def _nothing(why: Why, name: str) -> str:
     return f"{name} is in no kernel: nothing that the graph returns needs it"
 
 
-def _together(plan: FusionPlan, cluster: Cluster, a: Meant, b: Meant) -> Answer:
+def _together(plan: FusionPlan, cluster: Cluster, a: NameReference, b: NameReference) -> Answer:
     cost = f"{cluster.name}, {cluster.cost.us:.1f} us ({cluster.cost.bound})"
     calls = count(len(cluster.eager), "call")
     rest = f"eager's {calls} for it take{'s' * (len(cluster.eager) == 1)} {cluster.eager_us:.1f} us"
@@ -127,7 +127,7 @@ def _apart(why: Why, a: str, b: str) -> Answer:
 
 
 def saving(refused: Rejected) -> str:
-    """A sentence on what a refusal costs."""
+    """Return a sentence on what a refusal costs."""
     if refused.at_most:
         return f"One kernel would save at most {max(0.0, refused.saving_us):.1f} us."
     if refused.saving_us > 0:

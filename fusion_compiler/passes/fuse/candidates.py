@@ -40,19 +40,19 @@ from fusion_compiler.schedule.work import BufferInfo
 FUSIBLE = frozenset({
     Kind.ELEMENTWISE, Kind.REDUCTION, Kind.WINDOWS, Kind.SCAN, Kind.NORMALIZATION, Kind.RANDOM, Kind.LAYOUT,
 })  # fmt: skip
-# Of the speed predicted for them, what kernels reach that choose among the pieces of a concatenation at every
-# element: measured on an H200, 0.67 to 0.85.
+# Kernels that choose among the pieces of a concatenation at every element reach this share of the speed that
+# is predicted for them: measured on an H200, 0.67 to 0.85.
 CHOOSING = 0.85
-# Rows of a product of whose results a program makes several: more are multiplied on tensor units, by tiles of
-# sixteen rows of the matrix for each of them, of which a small matrix has too few to keep a device busy.
+# A program computes several results of a product of at most so many rows. Products of more rows run on tensor
+# units, by tiles of sixteen rows of the matrix: a small matrix has too few of them to keep a device busy.
 MOST_ROWS_CUT = LEAST_SHARING - 1
-LIBRARY_MARGIN = 0.9  # of a library's time that a product's cluster may take: both are predicted
-WINDOWS_MARGIN = 1.0  # the same of a depthwise convolution, with which other operators of the cluster fuse
+LIBRARY_MARGIN = 0.9  # the share of a library's time that a product's cluster may take: both are predicted
+WINDOWS_MARGIN = 1.0  # the same for a depthwise convolution, with which other operators of the cluster fuse
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A cluster while the search runs. ops in topological order, outputs among them.
+    """A candidate is a cluster while the search runs. ops: in topological order, outputs among them.
 
     must_store: ops that others compute again but that this candidate alone has to store.
     """
@@ -65,7 +65,7 @@ class Candidate:
 
 
 class Reads:
-    """Who reads whom once views are looked through."""
+    """Reads say which op reads which once views are looked through."""
 
     def __init__(self, dag: OpDag) -> None:
         self.dag = dag
@@ -81,20 +81,20 @@ class Reads:
         self.returned = frozenset(self.base(o) for o in dag.outputs)
 
     def base(self, name: str) -> str:
-        """The op whose result a chain of views shows."""
+        """Return the op whose result a chain of views shows."""
         while layout.is_view(self.dag.op(name)):
             name = self.dag.op(name).first
         return name
 
 
 class Candidates:
-    """The ops of one graph on one device.
+    """The pool makes candidates from the ops of one graph on one device.
 
-    owned: ops that kernels compute. again: those of them that every reader computes for itself.
+    owned: ops that kernels compute. again: the owned ops that every reader computes for itself.
     first: the candidate of each op that needs a result in memory, by its position in the graph.
-    leftovers: ops that stay ATen calls. bases: ops that write -> into what. waits: -> and what runs before.
-    once: what makes such a base, or reads it: no reader computes it for itself, when something else may have
-    been written.
+    leftovers: ops that stay ATen calls. bases: op that writes into memory -> the op whose memory it is.
+    waits: op that writes into memory -> the ops that run before it. once: the ops that compute or read a
+    base: no reader computes them for itself, as the base may have been overwritten by then.
     """
 
     def __init__(
@@ -126,18 +126,19 @@ class Candidates:
         )
 
     def streams(self, op: Op) -> bool:
-        """Whether it is a product of few rows, which takes as long as its matrix is read."""
+        """True if an op is a product of few rows, which takes as long as its matrix is read."""
         product = product_of(self.dag, op)
         return product is not None and has_few_rows(product, FEW_ROWS)
 
     def shares_matrix(self, op: Op) -> bool:
-        """Whether it is a product of several rows with one matrix, which a tile has once for all of them."""
+        """True if an op multiplies several rows by one matrix, which a tile has once for all of them."""
         product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
         return product is not None and product.shares_matrix
 
     def cheap(self, op: Op) -> bool:
-        """Whether computing it again costs no more than reading it: one tensor at most, not wider; random
-        numbers, which take half the time in which memory delivers their four bytes."""
+        """True if computing an op again costs no more than reading its result: it reads one tensor at most,
+        which is not wider than the result, or it draws random numbers, which take half the time in which
+        memory delivers their four bytes."""
         if op.kind is Kind.RANDOM:
             return True
         if op.kind in (Kind.REDUCTION, Kind.WINDOWS, Kind.SCAN, Kind.CONTRACTION):
@@ -152,31 +153,31 @@ class Candidates:
         )
 
     def info(self, name: str) -> BufferInfo:
-        found = self.infos.get(name)
-        if found is None:
+        info = self.infos.get(name)
+        if info is None:
             op = self.dag.op(name)
             meta = op.outputs[0]
             count = self.count(meta.shape)
-            made_here = op.target not in ("placeholder", "get_attr") and name not in self.bases
-            near = made_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
-            found = self.infos[name] = BufferInfo(product(meta.shape), meta.dtype.itemsize, near)
-        return found
+            computed_here = op.target not in ("placeholder", "get_attr") and name not in self.bases
+            near = computed_here and count * meta.dtype.itemsize < L2_SHARE * self.device.l2_bytes
+            info = self.infos[name] = BufferInfo(product(meta.shape), meta.dtype.itemsize, near)
+        return info
 
     def count(self, shape: tuple[Dim, ...]) -> int:
         return hint(product(shape), self.hints)
 
     def candidate(self, ops: tuple[str, ...], must_store: frozenset[str] = frozenset()) -> Candidate:
         """Lower, check and price a set of ops. Raises Illegal."""
-        known = self.memo.get((ops, must_store))
-        if known is None:
+        result = self.memo.get((ops, must_store))
+        if result is None:
             try:
-                known = self._candidate(ops, must_store)
-            except Illegal as error:  # a new one: the traceback of this keeps much alive
-                known = Illegal(error.rule, error.reason)
-            self.memo[ops, must_store] = known
-        if isinstance(known, Illegal):
-            raise Illegal(known.rule, known.reason)
-        return known
+                result = self._candidate(ops, must_store)
+            except Illegal as error:  # a new exception: the traceback of this one keeps much alive
+                result = Illegal(error.rule, error.reason)
+            self.memo[ops, must_store] = result
+        if isinstance(result, Illegal):
+            raise Illegal(result.rule, result.reason)
+        return result
 
     def _candidate(self, ops: tuple[str, ...], must_store: frozenset[str]) -> Candidate:
         inside = set(ops)
@@ -189,14 +190,14 @@ class Candidates:
         return Candidate(ops, must_store, outputs, loops, cost)
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
-        """The fastest loop nest of a set of ops, and what it takes. Raises Illegal."""
+        """Return the fastest loop nest of a set of ops and its cost. Raises Illegal."""
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         if any(self.shares_matrix(self.dag.op(name)) for name in ops):
             with contextlib.suppress(Illegal):
                 return self.form(ops, outputs, None, in_tile=True)
         try:
             return self.fastest(ops, outputs, splits, in_tile=False)
-        except Illegal as error:  # they do not fit into rows, each made by itself
+        except Illegal as error:  # the ops do not fit into rows that are computed one by one
             for cut in cuts_of(self.dag, ops, MOST_ROWS_CUT):
                 with contextlib.suppress(Illegal):
                     return self.form(ops, outputs, cut, in_tile=False)
@@ -207,19 +208,19 @@ class Candidates:
     def fastest(
         self, ops: tuple[str, ...], outputs: tuple[str, ...], splits: Iterable[IndexSplit], in_tile: bool
     ) -> tuple[LoopNest, Cost]:
-        """The fastest loop nest of a set of ops, in pieces by some split or in one. Raises Illegal."""
-        found: list[tuple[float, tuple[LoopNest, Cost]]] = []
+        """Return the fastest loop nest of a set of ops, split into pieces or not. Raises Illegal."""
+        forms: list[tuple[float, tuple[LoopNest, Cost]]] = []
         for split in splits:
             with contextlib.suppress(Illegal):
-                pieces = self.form(ops, outputs, split, in_tile)
-                found.append((pieces[1].us, pieces))
+                split_form = self.form(ops, outputs, split, in_tile)
+                forms.append((split_form[1].us, split_form))
         try:
-            whole = self.form(ops, outputs, None, in_tile)
-            found.append((whole[1].us / CHOOSING, whole))
-        except Illegal:  # of several refusals this one is reported
-            if not found:
+            unsplit = self.form(ops, outputs, None, in_tile)
+            forms.append((unsplit[1].us / CHOOSING, unsplit))
+        except Illegal:  # if every form is refused, this refusal is reported
+            if not forms:
                 raise
-        return min(found, key=lambda form: form[0])[1]
+        return min(forms, key=lambda form: form[0])[1]
 
     def form(
         self,
@@ -228,7 +229,7 @@ class Candidates:
         split: IndexSplit | None,
         in_tile: bool,
     ) -> tuple[LoopNest, Cost]:
-        """One loop nest of a set of ops, checked and priced. Raises Illegal."""
+        """Return one loop nest of a set of ops, checked and priced. Raises Illegal."""
         self.refuse_reading(ops)
         stored = frozenset(n for n in ops if n in outputs or self.settled(n))
         lowered = lower(
@@ -246,16 +247,16 @@ class Candidates:
             if Products.of(loops, self.hints) is None:
                 raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
         analysis = Analysis(loops)
-        found = self.checked(analysis, ops)
+        best = self.checked(analysis, ops)
         product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)
-        if product and analysis.tall:  # a norm before it has turned its matrix
+        if product and analysis.tall:  # a norm before the product has transposed its matrix
             with contextlib.suppress(Illegal):
                 along = self.checked(Analysis(simplify(lowered, by_memory=True)), ops)
-                found = min(found, along, key=lambda form: form[1].us)
-        return found
+                best = min(best, along, key=lambda form: form[1].us)
+        return best
 
     def checked(self, analysis: Analysis, ops: tuple[str, ...]) -> tuple[LoopNest, Cost]:
-        """A loop nest with what it takes. Raises Illegal."""
+        """Return a loop nest with its cost. Raises Illegal."""
         loops = analysis.loops
         self.refuse_race(loops, ops)
         refusal = first_refusal(analysis, self.device)
@@ -266,8 +267,8 @@ class Candidates:
         return loops, cost_of(loops, self.device, buffers, self.hints, analysis)
 
     def refuse_reading(self, ops: tuple[str, ...]) -> None:
-        """Raises Illegal where a kernel would make what it writes into, or read what it has written: its
-        programs run in any order."""
+        """Raise Illegal if a kernel would compute the memory that it writes into, or read what it has
+        written: its programs run in any order."""
         inside = set(ops)
         for name in inside & self.bases.keys():
             if self.bases[name] in inside:
@@ -276,8 +277,8 @@ class Candidates:
                 raise Illegal("in place", f"{name} is read by what writes it")
 
     def refuse_race(self, loops: LoopNest, ops: tuple[str, ...]) -> None:
-        """Raises Illegal where a kernel would read what it writes into, but for what it makes of each element
-        in this element's place."""
+        """Raise Illegal if a kernel would read the memory that it writes into, unless the result of each
+        element is stored in the place of that element."""
         into = {self.bases[name]: name for name in ops if name in self.bases}
         for number, load in enumerate(loops.nodes if into else ()):
             if isinstance(load, Load) and (base := self.reads.base(load.buffer)) in into:
@@ -285,7 +286,7 @@ class Candidates:
                     raise Illegal("in place", f"{base} is read, and {into[base]} writes into it")
 
     def escapes(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
-        """Whether anything outside reads a value, or computes again what reads it."""
+        """True if an op outside reads a value, or computes an op again that reads it."""
         return (
             name in self.reads.returned
             or name in self.bases
@@ -296,7 +297,7 @@ class Candidates:
         )
 
     def elsewhere(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
-        """Whether a candidate other than this one computes `name` (again)."""
+        """True if a candidate other than this one computes `name` (again)."""
         seen, stack = {name}, [name]
         while stack:
             op = stack.pop()
@@ -308,11 +309,11 @@ class Candidates:
         return False
 
     def must_exist(self, name: str) -> bool:
-        """Whether something that cannot compute it again reads a value."""
+        """True if a value is read by something that cannot compute it again."""
         return name in self.reads.returned or any(u not in self.owned for u in self.reads.users[name])
 
     def replaces_its_operand(self, name: str) -> bool:
-        """Whether an op's operand, as large as its result, would be kept in memory for this op alone."""
+        """True if an op's operand, as large as its result, would be kept in memory for this op alone."""
         sources = self.reads.sources[name]
         return all(
             o in self.owned
@@ -323,21 +324,21 @@ class Candidates:
         ) and bool(sources)
 
     def settled(self, name: str) -> bool:
-        """Whether a candidate that computes a value also stores it, so that all of them round it."""
+        """True if a candidate that computes a value also stores it, so that all of them round it."""
         return name in self.again and self.must_exist(name)
 
     def closure(self, name: str) -> tuple[str, ...]:
-        """An op with all that is computed again for it, in topological order."""
-        found, stack = {name}, [name]
+        """Return an op with all ops that are computed again for it, in topological order."""
+        ops, stack = {name}, [name]
         while stack:
             for source in self.reads.sources[stack.pop()]:
-                if source in self.again and source not in found:
-                    found.add(source)
+                if source in self.again and source not in ops:
+                    ops.add(source)
                     stack.append(source)
-        return self.ordered(found)
+        return self.ordered(ops)
 
     def union(self, candidates: Iterable[Candidate]) -> Candidate:
-        """All ops of some candidates as one. Raises Illegal."""
+        """Return one candidate of all ops of some candidates. Raises Illegal."""
         candidates = tuple(candidates)
         names = {name for candidate in candidates for name in candidate.ops}
         return self.candidate(
@@ -345,7 +346,7 @@ class Candidates:
         )
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """In topological order."""
+        """Return ops in topological order."""
         return tuple(sorted(names, key=self.reads.position.__getitem__))
 
     def bytes(self, name: str) -> int:
@@ -359,7 +360,7 @@ class Candidates:
         return {user for name in candidate.outputs for user in self.reads.users[name]}
 
     def recompute(self, chain: frozenset[str]) -> Callable[[], None]:
-        """Let every reader of some ops compute them itself; returns what undoes that."""
+        """Let every reader of some ops compute them itself. Return a function that undoes this."""
         before = self.again, self.memo
 
         def undo() -> None:
@@ -371,7 +372,7 @@ class Candidates:
     # -- the candidates that the search starts with ---------------------------------------------------------
 
     def start(self) -> None:
-        """One candidate for every op that needs a result in memory."""
+        """Build one candidate for every op that needs a result in memory."""
         order = [n for n in self.dag.order if n not in self.dag.inputs and not layout.is_view(self.dag.op(n))]
         self.owned = {n for n in order if self.fusible(self.dag.op(n))}
         devices = {n: m.device for n in order for m in self.dag.op(n).outputs[:1]}
@@ -390,7 +391,7 @@ class Candidates:
             self.memo.clear()
 
     def call_reason(self, op: Op) -> str:
-        """Why no kernel computes an op."""
+        """Return why no kernel computes an op."""
         reason = library_call(op) or "no row in the operator table"
         if tokens_of(op, self.hints) <= FEW_ROWS and not self.rounded:
             unknown = (size for size in op.outputs[0].shape[-2:] if not isinstance(size, int))
@@ -399,7 +400,7 @@ class Candidates:
         return reason
 
     def build_candidates(self, order: list[str]) -> bool:
-        """Lower every op that needs a result in memory; False if some could not be."""
+        """Lower every op that needs a result in memory. Return False if some op could not be lowered."""
         self.first, complete = {}, True
         for name in order:
             if name not in self.owned or (name in self.again and not self.must_exist(name)):
@@ -412,7 +413,7 @@ class Candidates:
                 complete = complete and error.rule == "dead"
                 others = set(self.closure(name)) - {name}
                 if others and error.rule != "dead":
-                    self.again -= others  # what it would compute again, it reads from memory instead
+                    self.again -= others  # the op reads these from memory instead of computing them again
                     continue
                 self.give_up(name, "" if error.rule == "dead" else f"{error.rule}: {error.reason}")
         return complete
@@ -429,14 +430,15 @@ class Candidates:
         return candidate
 
     def give_up(self, name: str, reason: str) -> None:
-        """An op stays an ATen call for this reason; with reason "" nothing reads it, and it is dropped."""
+        """Leave an op as an ATen call for this reason; drop it if the reason is "", as nothing reads it."""
         self.owned.discard(name)
         self.again -= {name}
         if reason:
             self.leave(self.dag.op(name), reason)
 
     def unfit(self, op: Op, main: str) -> str | None:
-        """A tensor on another device than the graph's, a result that cannot be written in any order."""
+        """Return why no kernel can hold an op: a tensor is on another device than the graph, or its result
+        cannot be written in any order. None if a kernel can."""
         out = op.outputs[0]
         span = 1 + sum((size - 1) * stride for size, stride in zip(out.shape, out.stride, strict=True))
         if 0 < hint(span, self.hints) < hint(self.info(op.name).numel, self.hints):

@@ -1,5 +1,5 @@
-"""Group ops into clusters: what one can hold (`candidates`), which of them merge (`search`), which of those
-share a launch (`horizontal`)."""
+"""Group ops into clusters: `candidates` says what a cluster can hold, `search` which of them merge, and
+`horizontal` which of these share a launch."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def plan(
     backward: bool = False,
     matches: Sequence[Match] = (),
 ) -> FusionPlan:
-    """Decide what is fused in one graph. Pure: the plan is all that comes out.
+    """Decide what is fused in one graph. The function is pure: the plan is all that comes out.
 
-    hints: sizes that symbols had. backward: whether autograd made the graph.
-    matches: where patterns were found.
+    hints: the sizes that symbols had. backward: whether autograd made the graph.
+    matches: the matches of patterns in the graph.
     """
     setting = Setting(device, hints, numerics, tuple(matches))
     solved = search, groups = solve(dag, setting)
@@ -80,7 +80,7 @@ def plan(
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
         clusters.append(replace(_cluster(unique, ops, candidates, device, pool.bases), pattern=pattern))
     if numerics != "eager":
-        clusters = _made_once(clusters, dag)
+        clusters = _mark_single_producers(clusters, dag)
     calls = eager_calls(dag, backward, device, hints)
     eager = _by_cluster(calls, clusters)
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
@@ -102,8 +102,8 @@ def plan(
     )
 
 
-def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
-    """Return the clusters. The nodes of reproducible values that one cluster alone computes say so."""
+def _mark_single_producers(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
+    """Return the clusters, with nodes marked that compute a reproducible value in one cluster alone."""
     times = Counter(name for cluster in clusters for name in cluster.ops)
     again = is_joint(dag.module.graph)
 
@@ -114,20 +114,20 @@ def _made_once(clusters: Sequence[Cluster], dag: OpDag) -> list[Cluster]:
         )
         return replace(loops, nodes=tuple(nodes))
 
-    def known(c: Cluster) -> Cluster:
+    def marked(c: Cluster) -> Cluster:
         if again or any(times[name] > 1 for name in c.ops if dag.op(name).reproducible):
             return c
         return replace(c, loops=freed(c.loops), horizontal=tuple(map(freed, c.horizontal)))
 
-    return [known(c) for c in clusters]
+    return [marked(c) for c in clusters]
 
 
 def _rounded(dag: OpDag) -> Decisions:
     """Return what the plan says about values that are rounded because a discontinuous operation depends on
     them."""
     ops = [dag.op(name) for name in dag.order]
-    made = (op for op in ops if op.reproducible and spec_of(op.target) is not None and not is_view(op))
-    rounded = [op.name for op in made if op.outputs[0].dtype in HALVES]
+    computed = (op for op in ops if op.reproducible and spec_of(op.target) is not None and not is_view(op))
+    rounded = [op.name for op in computed if op.outputs[0].dtype in HALVES]
     if not rounded:
         return ()
     names = ", ".join(rounded[:4]) + (", ..." if len(rounded) > 4 else "")
@@ -156,7 +156,7 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisio
 
 
 def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
-    """The finished search, and the numbers of the candidates of each cluster of the plan, in its order."""
+    """Return the finished search, and the candidates' numbers of each cluster of the plan, in its order."""
     pool = Candidates(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
     search = Search(pool, setting.matches)
     merge_and_recompute(search)
@@ -179,20 +179,20 @@ def _cluster(
 
 
 def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str, list[Call]]:
-    """Each call of eager at the cluster that stores its result, or else at the first that computes it."""
+    """Assign each call of eager to the cluster that stores its result, else to the first that computes it."""
     computes = {name: c.name for c in reversed(clusters) for name in c.ops}
     stores = {name: c.name for c in clusters for name in c.outputs}
-    found: dict[str, list[Call]] = {}
+    by_cluster: dict[str, list[Call]] = {}
     for call in calls:
         homes = (where[n] for where in (stores, computes) for n in reversed(call.ops) if n in where)
         home = next(homes, None)
         if home is not None:
-            found.setdefault(home, []).append(call)
-    return found
+            by_cluster.setdefault(home, []).append(call)
+    return by_cluster
 
 
 def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
-    """Refusals between clusters that are still apart, by cluster name, the last word on each pair."""
+    """Return the last refusal of each pair of clusters that are still apart, by the names of clusters."""
     out: dict[tuple[str, str], Rejected] = {}
     for (a, b), rejected in search.rejections.items():
         pair = (final.get(a, a), final.get(b, b))

@@ -1,4 +1,4 @@
-"""Predict what clusters and the calls beside them cost, which the search compares.
+"""Predict the costs of clusters and of the calls beside them, which the search compares.
 
 A cluster takes what the best of its schedules takes (`schedule.cost` is the roofline of one); library calls
 and eager's kernels have a roofline of their own.
@@ -27,15 +27,17 @@ from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
 from fusion_compiler.schedule.work import BufferInfo
 
-GEMM_SHARE = 0.74  # of the tensor units' rate: 16384 x 1024 x 4096 in bf16, measured 0.188 ms
+# Large products reach this share of the tensor units' rate: 16384 x 1024 x 4096 in bf16, measured 0.188 ms.
+GEMM_SHARE = 0.74
 ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 2048 x 32 x 64, measured 1.6 ms
-# Of bandwidth, where few rows are multiplied, and a matrix is read for each launch: decoding with a Llama-1B
+# Products of few rows, each of which reads its matrix, reach this share of bandwidth: a token of a Llama-1B
 # shape takes 81 of them, 1.06 ms for what .58 ms would stream; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
-# Of such a launch at least: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to 5.2 on an H200.
+# Such a launch takes at least so long: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to
+# 5.2 us on an H200.
 FEW_ROWS_US, FEW_ROWS_BYTES = 4.3, 2e6
-# What a library's depthwise convolutions reach, of bandwidth and of the float units' rate, the latter with
-# channels first and last: measured in bfloat16 on an H200 at 20 shapes of three networks (2026-11-27).
+# A library's depthwise convolutions reach these shares of bandwidth and of the float units' rate, the latter
+# with channels first and last: measured in bfloat16 on an H200 at 20 shapes of three networks (2026-11-27).
 DEPTHWISE_SHARE = 0.7
 DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise: (0.04, 0.15),
@@ -43,8 +45,8 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise_weight_gradient: (0.02, 0.13),
 }
 MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
-DEPTHWISE_US = 4.0  # of such a call at least, of a single image
-EAGER_SHARE = 0.9  # of copy bandwidth that an ATen element-wise kernel reaches
+DEPTHWISE_US = 4.0  # such a call takes at least so long, on a single image
+EAGER_SHARE = 0.9  # the share of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 
 
@@ -55,9 +57,9 @@ def cost_of(
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
     analysis: Analysis | None = None,
 ) -> Cost:
-    """Predict one cluster's kernel: the least of its schedules, of which legality has found that it has some.
+    """Predict the cost of one cluster's kernel: the least of its schedules, of which legality has found some.
 
-    buffers: every buffer that the nest loads or stores. hints: the sizes to plan for where they are symbolic.
+    buffers: every buffer that the nest loads or stores. hints: the values of symbolic sizes to plan for.
     """
     analysis = analysis or Analysis(loops)
     if not windowed.runs(loops):
@@ -67,8 +69,8 @@ def cost_of(
 
 
 def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> int:
-    """Return the operations on what sums over windows read, beside the sums themselves: of an element as many
-    as there are windows that read it, although neighbours in a program may share them."""
+    """Return the number of operations on the elements that sums over windows read, without the sums. They
+    count once for each window that reads an element, although neighbours in a program may share them."""
     inner, total = axes_in(loops.axes, (INNER,)), 0
     if not inner:
         return 0
@@ -98,7 +100,7 @@ def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:
 
 
 def one_after_the_other(costs: Sequence[Cost]) -> Cost:
-    """Return what some calls take together; the longest says what bounds them."""
+    """Return the cost of calls that run one after the other; the longest says what bounds them."""
     read, written = sum(c.bytes_read for c in costs), sum(c.bytes_written for c in costs)
     longest = max(costs, key=lambda c: c.us)
     return Cost(sum(c.us for c in costs), read, written, sum(c.flops for c in costs), longest.bound)
@@ -113,17 +115,17 @@ def _roofline(device: DeviceSpec, seconds: float, bytes_moved: float, share: flo
 
 
 def _traffic(op: Op, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int]:
-    """(bytes read, bytes written) by an op that runs alone."""
+    """Return (bytes read, bytes written) by an op that runs alone."""
     written = sum(prod(hint(size, hints) for size in meta.shape) * meta.dtype.itemsize for meta in op.outputs)
     written = min(written, op.bytes)
     return op.bytes - written, written
 
 
 def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
-    """A library call (matrix product, convolution, attention) by roofline, from the op's own flops and bytes.
+    """Predict a library call (matrix product, convolution, attention) by roofline, from its flops and bytes.
 
     16-bit types run on the tensor units, float32 and depthwise convolutions on the float units (PyTorch's
-    default), at the share of their rate that large ones reach. Causal attention computes half of what its
+    default), at the share of their rate that large calls reach. Causal attention computes half of what its
     shapes say.
     """
     read, written = _traffic(op, hints)
@@ -150,8 +152,8 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
 
 
 def tokens_of(op: Op, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> float:
-    """The tokens in flight of a matrix product: its rows, or columns where these are fewer; infinitely many
-    for any other op."""
+    """Return the tokens in flight of a matrix product: its rows, or its columns if these are fewer;
+    infinitely many for any other op."""
     if not isinstance(op.target, OpOverload) or op.target._opname not in MATRIX_PRODUCTS:
         return inf
     return min(hint(size, hints) for size in op.outputs[0].shape[-2:])
@@ -161,14 +163,14 @@ def _is_causal(op: Op) -> bool:
     if not isinstance(op.target, OpOverload):
         return False
     names = [argument.name for argument in op.target._schema.arguments]
-    given = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-    return given.get("is_causal") is True
+    arguments = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    return arguments.get("is_causal") is True
 
 
 def eager_cost(
     *, bytes_read: int, bytes_near: int, bytes_written: int, flops: int, reduces: bool, device: DeviceSpec
 ) -> Cost:
-    """One kernel of ATen, element-wise, or a reduction or normalization. bytes_near: read from L2."""
+    """Predict one kernel of ATen: element-wise, a reduction or a normalization. bytes_near: read from L2."""
     share = EAGER_NORM_SHARE if reduces else EAGER_SHARE
     memory = (bytes_read + bytes_written) / (device.copy_bandwidth * share) + bytes_near / device.l2_bandwidth
     arithmetic = flops / device.fp32_per_s

@@ -1,18 +1,19 @@
-"""Which kernels of a graph are on the device before the one before them has ended: dependent launch.
+"""Dependent launch: choose the kernels of a graph that are on the device before the previous one has ended.
 
 A kernel of a few microseconds spends one or two of them before its programs have their first operands: a gap
 behind the last kernel, placing programs, loads from cold memory. With programmatic dependent launch (CUDA
 Programming Guide, NVIDIA from Hopper on) programs are placed while those before them end. They load what
-nobody in the graph writes, weights say, and then wait for the kernel before (`math.wait_for_kernels`).
+no op of the graph writes, such as weights, and then wait for the kernel before (`math.wait_for_kernels`).
 
-What holds inside a kernel is said in `codegen.passes.launched_dependently`. Here it is which are launched so:
+`codegen.passes.launched_dependently` says what holds inside such a kernel. This module chooses the kernels
+and their constants:
 
-- one that follows another cluster's kernel in the graph, on the same device, which surely is launched: no
-  size of it can be zero. So the first kernel of a graph, and of what follows a call, begins when all before
-  it has ended: an optimizer's step may have written the weights, and calls may trigger, clear memory or wait
-  for other streams as they like.
-- constants are graph inputs whose addresses stay (parameters and buffers), of whose memory no op of the graph
-  writes any part.
+- A kernel is launched dependently if it follows another cluster's kernel in the graph, on the same device,
+  which surely is launched: no size of it can be zero. So the first kernel of a graph, and the first after a
+  call, begins when all before it has ended: an optimizer's step may have written the weights, and calls may
+  trigger, clear memory or wait for other streams as they like.
+- Constants are graph inputs whose addresses stay (parameters and buffers), if no op of the graph writes any
+  part of their memory.
 
 Graphs that are trained take no part: hooks of an optimizer write parameters while a backward runs.
 """
@@ -39,18 +40,20 @@ from fusion_compiler.ir.schema import written
 from fusion_compiler.ir.writes import memory
 
 NOTE = "dependent launch"
-# Of a cluster on average: what starts early saves two or three microseconds, of one that takes 22 4%.
+# Clusters are bound by launches if they take less on average: a kernel that starts early saves two or three
+# microseconds, which is 4% of one that takes 22.
 LAUNCH_BOUND_US = 30.0
 
 
 def launched_dependently(
     plan: FusionPlan, order: Sequence[str], info: GraphInfo, wanted: bool | Literal["auto"] = "auto"
 ) -> FusionPlan:
-    """The plan with `Cluster.constants` of those that are launched dependently, and a note of what was
-    decided; itself for a graph of a single kernel, or one that is trained, if nobody asked.
+    """Return the plan with `Cluster.constants` set for clusters that are launched dependently, and a note of
+    the decision. The plan stays as it is for a graph of a single kernel, or one that is trained, if nobody
+    asked.
 
-    order: names of clusters and calls as they run. wanted: "auto" where kernels are short, True wherever that
-    can be, False nowhere.
+    order: names of clusters and calls as they run. wanted: "auto" launches dependently if kernels are short,
+    True wherever possible, False nowhere.
     """
     if len(plan.clusters) < 2 or (info.phase is not Phase.INFERENCE and wanted is not True):
         return plan
@@ -59,19 +62,20 @@ def launched_dependently(
         return plan.decided(Decision(NOTE, "", Outcome.REFUSED, reason))
     clusters = {cluster.name: cluster for cluster in plan.clusters}
     constant = constants(plan.dag, info.static_inputs)
-    found: dict[str, Cluster] = {}
+    dependent: dict[str, Cluster] = {}
     for before, name in itertools.pairwise(order):
         if before in clusters and name in clusters and _follows(clusters[before], clusters[name], plan.dag):
-            own = tuple(i for i in clusters[name].inputs if i in constant)
-            found[name] = replace(clusters[name], constants=own)
+            fixed = tuple(i for i in clusters[name].inputs if i in constant)
+            dependent[name] = replace(clusters[name], constants=fixed)
     kernels = count(len(plan.clusters), "kernel")
-    told = f"{len(found)} of {kernels}, of {_mean(plan):.1f} us each, start while the one before them ends"
-    decided = tuple(found.get(cluster.name, cluster) for cluster in plan.clusters)
-    return replace(plan, clusters=decided).decided(Decision(NOTE, "", Outcome.DONE, told))
+    short = f"{len(dependent)} of {kernels}, of {_mean(plan):.1f} us each"
+    text = f"{short}, start while the one before them ends"
+    decided = tuple(dependent.get(cluster.name, cluster) for cluster in plan.clusters)
+    return replace(plan, clusters=decided).decided(Decision(NOTE, "", Outcome.DONE, text))
 
 
 def refusal(plan: FusionPlan, info: GraphInfo, wanted: bool | Literal["auto"]) -> str | None:
-    """Why no kernel of a graph is launched dependently; None where some may be."""
+    """Return why no kernel of a graph is launched dependently; None if some may be."""
     assert plan.setting is not None
     if wanted is False:
         return "dependent_launch=False"
@@ -86,7 +90,7 @@ def refusal(plan: FusionPlan, info: GraphInfo, wanted: bool | Literal["auto"]) -
 
 
 def constants(dag: OpDag, static_inputs: Sequence[int]) -> frozenset[str]:
-    """The inputs at addresses that stay, of whose memory no op writes any part.
+    """Return the inputs whose addresses stay, if no op writes any part of their memory.
 
     static_inputs: their positions among the placeholders.
     """
@@ -100,7 +104,7 @@ def constants(dag: OpDag, static_inputs: Sequence[int]) -> frozenset[str]:
 
 
 def _written(op: Op) -> Iterator[str]:
-    """The operands that an op may write into: those that its schema says, all where there is none."""
+    """Yield the operands that an op may write into: those that its schema names, all if it has no schema."""
     if not isinstance(op.target, OpOverload):
         yield from () if op.target is operator.getitem else op.inputs
         return
@@ -110,12 +114,12 @@ def _written(op: Op) -> Iterator[str]:
 
 
 def _storage(value: torch.Tensor) -> int:
-    """What two fake tensors have in common that share memory."""
+    """Return a number that fake tensors have in common if they share memory."""
     return value.untyped_storage()._cdata
 
 
 def _follows(before: Cluster, cluster: Cluster, dag: OpDag) -> bool:
-    """Whether a cluster's first kernel comes right behind another's last one, which surely runs."""
+    """True if a cluster's first kernel comes right behind another's last one, which surely runs."""
     metas = [dag.op(name).outputs[0] for name in (*before.inputs, *before.outputs)]
     runs = all(is_positive(size) for meta in metas for size in meta.shape)
     devices = {dag.op(name).outputs[0].device for c in (before, cluster) for name in c.outputs}

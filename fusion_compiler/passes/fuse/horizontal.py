@@ -1,7 +1,7 @@
 """Horizontal fusion: independent clusters that are related share one launch.
 
-Two small kernels take a launch each; as one, whose programs are those of either, they take little more time
-than the longer. It is the last step of clustering: nothing is merged after it.
+Two small kernels take a launch each. One kernel that has the programs of both takes little more time than the
+longer of them. It is the last step of clustering: nothing is merged after it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.schedule.products import Products
 
 MOST = 4  # clusters in one launch
-MOST_READY = 16  # of those that wait for nothing
-READY_BYTES = 1 << 16  # that such a cluster may move
+MOST_READY = 16  # clusters in one launch that wait for nothing
+READY_BYTES = 1 << 16  # bytes that such a cluster may move
 STYLES = frozenset({ROWS, COLS, INNER})  # groups of axes whose reductions decide what a program holds
 SMALL_US = 40.0  # a longer kernel gains nothing from a shared launch
 
 
 def launches(search: Search) -> list[list[int]]:
-    """The candidates of a finished search by number, one list for each launch."""
+    """Return the candidates of a finished search by number, one list for each launch."""
     groups: list[list[int]] = []
-    alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # of small ones, that may take more
+    alike: dict[tuple[frozenset[str], int], list[list[int]]] = {}  # groups of small clusters with room
     for number in sorted(search.candidates):
         candidate = search.candidates[number]
         alone = candidate.cost.us > SMALL_US or _fills_tiles(candidate.loops, search.pool.hints)
@@ -46,19 +46,20 @@ def launches(search: Search) -> list[list[int]]:
 
 
 def _fills_tiles(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> bool:
-    """Whether programs have tiles of windows or of several axes; those of products of few rows are small."""
+    """True if programs have tiles of windows or of several axes; those of products of few rows are small."""
     return bool(axes_in(loops.axes, (INNER,))) and Products.of(loops, hints) is None
 
 
 def _fits(search: Search, group: Sequence[int], number: int) -> bool:
-    """Whether a candidate may join a launch of its style: related to one in it, and no path either way."""
+    """True if a candidate may join a launch of its style: it is related to one in it, and no path leads
+    either way."""
     if search.reach.path(group[0], number):
         return False
     return any(_related(search, search.candidates[number], search.candidates[other]) for other in group)
 
 
 def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset[str], int]:
-    """Return what decides how many warps a program has, and what each of them keeps.
+    """Return the axes and the width that decide how many warps a program has, and what each of them keeps.
 
     A launch has one number of warps, and the registers of its hungriest candidate for all. Programs that
     reduce nothing, or only over rows, hold tiles of a size that codegen chooses; those that reduce
@@ -74,15 +75,15 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
 
 
 def _is_ready(search: Search, candidate: Candidate) -> bool:
-    """Whether it is small and reads the graph's arguments alone, as the counters of batch norms do."""
+    """True if a candidate is small and reads arguments of the graph alone, like batch norm counters."""
     cost = candidate.cost
     small = cost.bytes_read + cost.bytes_written <= READY_BYTES
     return small and search.pool.read_by(candidate) <= frozenset(search.dag.inputs)
 
 
 def _related(search: Search, a: Candidate, b: Candidate) -> bool:
-    """Whether they have a source or a reader in common, directly or behind library calls between, or are both
-    ready when the graph begins."""
+    """True if two candidates have a source or a reader in common, directly or through library calls, or are
+    both ready when the graph begins."""
     if _is_ready(search, a) and _is_ready(search, b):
         return True
     for around in (search.pool.read_by, search.pool.readers_of):
@@ -93,8 +94,8 @@ def _related(search: Search, a: Candidate, b: Candidate) -> bool:
 
 
 def _behind(search: Search, names: set[str]) -> set[str]:
-    """Sources of the library calls among some ops: the projections of one input are siblings, and so are the
-    results of one call, attention's three gradients say."""
+    """Return the sources of the library calls among some ops: the projections of one input are siblings, and
+    so are the results of one call, such as attention's three gradients."""
     ops = [search.dag.op(n) for n in names]
     parts = {op.first for op in ops if op.target is operator.getitem}
     return parts | {s for op in ops if op.kind is Kind.CONTRACTION for s in search.reads.sources[op.name]}

@@ -1,6 +1,6 @@
-"""The laws of a loop nest: small functions, each None or the reason why no kernel computes it.
+"""The laws of a loop nest: small functions that return None, or the reason why no kernel computes it.
 
-`lower` has settled that the ops share one iteration space. These say whether one launch can run it:
+`lower` has settled that the ops share one iteration space. The laws say whether one launch can run it:
 what waits for a sum over all rows can run only at the end, and what is kept per column must fit.
 """
 
@@ -41,17 +41,17 @@ from fusion_compiler.schedule.space import refusal
 
 aten = torch.ops.aten
 MOST_OPS = 96
-MOST_ALIKE = 4  # times as many in a product of several rows, for compilers' sake
+MOST_ALIKE = 4  # a product of several rows may have so many times MOST_OPS, which compilers can still take
 MOST_BUFFERS = 24
 
 Law = Callable[[Analysis, DeviceSpec], str | None]
 
 
 def size(a: Analysis, device: DeviceSpec) -> str | None:
-    """A kernel that people can read and compilers can schedule."""
+    """Refuse a kernel that is too large for people to read and for compilers to schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
-    # People read once what each row of a product has, or each of the few elements beside a row.
+    # People read the operations of one row of a product, or of one of few elements beside a row, once.
     alike = 0 if a.inner else len(sums_of_products(loops))
     most = MOST_OPS * max(1, min(alike or _beside_a_row(a), MOST_ALIKE))
     if len(loops.nodes) > most:
@@ -60,8 +60,8 @@ def size(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def _beside_a_row(a: Analysis) -> int:
-    """Return the largest number of neighbours in memory, all that a tensor has for a row, which are loaded or
-    stored one by one for each row; 0 in nests without rows."""
+    """Return the largest number of elements that a tensor has for a row, side by side in memory, if all of
+    them are loaded or stored one by one for each row; 0 in nests without rows."""
     over = frozenset[str]().union(*(a.reduced_groups(i) for i in a.reductions))
     if not over <= {COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
         return 0
@@ -70,14 +70,14 @@ def _beside_a_row(a: Analysis) -> int:
     for x in (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores):
         if all(k >= 0 and k not in cols for k, _ in x.index.terms):
             elements.setdefault((x.buffer, x.index.terms), set()).add(x.index.const)
-    rows = ((found, [step for _, step in terms]) for (_, terms), found in elements.items())
-    whole = (len(e) for e, steps in rows if e == {*range(len(e))} and all(s % len(e) == 0 for s in steps))
-    return max(whole, default=0)
+    rows = ((offsets, [step for _, step in terms]) for (_, terms), offsets in elements.items())
+    widths = (len(e) for e, steps in rows if e == {*range(len(e))} and all(s % len(e) == 0 for s in steps))
+    return max(widths, default=0)
 
 
 def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
-    """Only stores may follow a sum over all rows; a program that went on would wait for every other. Nor may
-    these need another reduction: the programs that add up the rows have a block of columns each."""
+    """Allow only stores after a sum over all rows: a program that went on would wait for every other. The
+    stores may need no other reduction: the programs that add up the rows have a block of columns each."""
     loops, groups, late = a.loops, a.groups, a.after_rows
     if a.products is not None:  # placements have a verifier of their own
         return None
@@ -97,8 +97,8 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
-    """No sum over what products give: the next product makes it of a few kilobytes while it waits for its
-    matrix, where the last program of this one would make it while nothing else runs."""
+    """Refuse a sum over the results of products: the next product computes it from a few kilobytes while it
+    waits for its matrix, but here the last program would compute it while nothing else runs."""
     sums = {} if a.inner or a.stores_rows or not a.reads_rows else sums_of_products(a.loops)
     if any(ROWS not in a.reduced_groups(n) for n in sums) and a.across_rows:
         return f"{a.loops.names[a.across_rows[0]]} would wait for all rows of a product"
@@ -106,8 +106,8 @@ def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def groups(a: Analysis, device: DeviceSpec) -> str | None:
-    """A reduction of a nest of rows and columns is over all rows, all columns, or both. In nests with inner
-    axes, each reduction may be over any of these."""
+    """Require that each reduction of a nest of rows and columns is over all rows, all columns, or both. In
+    nests with inner axes, each reduction may be over any of these."""
     for i in a.reductions:
         node = a.loops.nodes[i]
         if isinstance(node, Reduce) and kept_axes(a.loops.axes, node):
@@ -130,11 +130,11 @@ def known_places(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def fills(a: Analysis, device: DeviceSpec) -> str | None:
-    """Every result is computed once, not once in every program.
+    """Require that every result is computed once, not once in every program.
 
-    A program that reduces along rows holds whole rows, and stores a row's value once; one of a matrix stores
-    what that has. Where nothing is reduced but over inner axes, every element of the space is one element of
-    every result.
+    A program that reduces along rows holds whole rows, and stores a row's value once; a program of a
+    matrix stores the values of that matrix. If only inner axes are reduced, every element of the space is one
+    element of every result.
     """
     loops, groups = a.loops, a.groups
     along_row = bool(a.scans) or any(a.reduced_groups(i) == frozenset({COLS}) for i in a.reductions)
@@ -166,8 +166,8 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def windows(a: Analysis, device: DeviceSpec) -> str | None:
-    """Reductions over inner axes stand beside nothing that needs whole rows. What overlapping windows read is
-    cheap: each of them computes it."""
+    """Refuse operations that need whole rows beside reductions over inner axes, and expensive operations on
+    elements that overlapping windows read: each window computes them."""
     loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
     if not inner:
         return None
@@ -189,7 +189,7 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
 
 
 def _is_apart(loops: LoopNest, index: Index) -> bool:
-    """True if an index has another value for each point of its axes, as that of windows side by side has."""
+    """True if an index has another value for each point of its axes, as the index of disjoint windows has."""
     reach: Dim = 0
     steps = sorted((hint(step), key, step) for key, step in index.terms)
     for first, key, step in steps:
@@ -200,21 +200,21 @@ def _is_apart(loops: LoopNest, index: Index) -> bool:
 
 
 def _is_expensive(node: Node, from_data: Sequence[bool]) -> bool:
-    """True for functions of floats that special units compute; a division by a number is a product, and
-    one by the size of a window, which depends on coordinates alone, is shared by neighbours.
+    """True if a node is a function of floats that special units compute. A division by a number is a product,
+    and one by the size of a window, which depends on coordinates alone, is shared by neighbours.
 
-    from_data: of the nodes before, which depend on what is loaded.
+    from_data: whether each earlier node depends on loaded or random elements.
     """
     if not isinstance(node, Compute) or not node.dtype.is_floating_point:
         return False
     spec, by = spec_of(node.target), dict(node.operands).get("other")
     divides = node.target in (aten.div.Tensor, aten.div.Scalar)
-    known = not from_data[by.node] if isinstance(by, Value) else isinstance(by, int | float)
-    return spec is not None and spec.special > 0 and not (divides and known)
+    cheap_divisor = not from_data[by.node] if isinstance(by, Value) else isinstance(by, int | float)
+    return spec is not None and spec.special > 0 and not (divides and cheap_divisor)
 
 
 def schedule(a: Analysis, device: DeviceSpec) -> str | None:
-    """Some schedule runs it: what is kept until the end has room in registers."""
+    """Return why no schedule runs a nest: what is kept until the end has no room in registers."""
     return refusal(a, device)
 
 
@@ -231,7 +231,7 @@ LAWS: tuple[tuple[str, Law], ...] = (
 
 
 def first_refusal(a: Analysis, device: DeviceSpec) -> tuple[str, str] | None:
-    """(rule, reason) of the first law that the loop nest breaks."""
+    """Return (rule, reason) of the first law that the loop nest breaks; None if it breaks none."""
     for rule, law in LAWS:
         reason = law(a, device)
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Which ops are left to a library on purpose, and why. Any other that stays a call wants a kernel."""
+"""Ops that are left to a library on purpose, and why. Any other op that stays a call wants a kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fusion_compiler.ir.recurrent import OPERATORS
 from fusion_compiler.ir.schema import CONTROL_FLOW
 from fusion_compiler.patterns import USER_NAMESPACE
 
-# Data decides which places are written, and how often.
+# Data decides which places these write, and how often.
 SCATTERS = frozenset({
     "index_put", "index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
     "embedding_dense_backward",
 })  # fmt: skip
 
-# What sums of rows are sorted by (`ir/sum_rows.py`); a sort that is not asked to be stable wants a kernel.
+# Sums of rows are sorted by these (`ir/sum_rows.py`); a sort that is not asked to be stable wants a kernel.
 SORTS = (torch.ops.aten.sort.stable, torch.ops.aten.searchsorted.Tensor)
 
 
 def library_call(op: Op) -> str | None:
-    """Why an op is a call on purpose; None for one that is not."""
+    """Return why an op is a call on purpose; None if it is not."""
     target = op.target
     if target in OPERATORS:
         return "a recurrent layer: each step needs the one before, and PyTorch's library runs all of them"

@@ -1,5 +1,5 @@
-"""Sets of ops that differ by their names and the salts of random numbers alone are lowered and priced once: a
-model repeats its layers."""
+"""Lower and price sets of ops once if they differ by names and the salts of random numbers alone: a model
+repeats its layers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Key = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 
 class Memo:
-    """`price` remembered by structure: the ops in their order, the views between them, what they read.
+    """A memo remembers `price` by structure: the ops in their order, the views between them, what they read.
 
     price: (ops, outputs) -> loop nest and cost; it raises Illegal, which is remembered too. It may depend
-    on nothing but the ops, the views that lead to them, target and shape of what these views show, whether an
-    op's indices are known to be in range, and settled(op).
+    on nothing but the ops, the views that lead to them, target and shape of the ops behind these views,
+    whether an op's indices are known to be in range, and settled(op).
     """
 
     def __init__(self, dag: OpDag, price: Price, settled: Callable[[str], bool] = lambda _: False) -> None:
         self._dag, self._price, self._settled = dag, price, settled
         self._numbers: dict[object, int] = {}
         self._records: dict[tuple[str, bool], int] = {}
-        self._known: dict[Key, tuple[Names, Salts, tuple[LoopNest, Cost] | Illegal]] = {}
+        self._results: dict[Key, tuple[Names, Salts, tuple[LoopNest, Cost] | Illegal]] = {}
 
     def __call__(self, ops: Names, outputs: Names) -> tuple[LoopNest, Cost]:
         key, names, salts = self._key(ops, outputs)
-        if key not in self._known:
+        if key not in self._results:
             try:
-                self._known[key] = names, salts, self._price(ops, outputs)
-            except Illegal as error:  # a new one: the traceback of this keeps much alive
-                self._known[key] = names, salts, Illegal(error.rule, error.reason)
-        before, salted, result = self._known[key]
+                self._results[key] = names, salts, self._price(ops, outputs)
+            except Illegal as error:  # a new exception: the traceback of this one keeps much alive
+                self._results[key] = names, salts, Illegal(error.rule, error.reason)
+        before, salted, result = self._results[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}
         if isinstance(result, Illegal):
             raise Illegal(result.rule, _in_words(result.reason, renamed))
@@ -51,12 +51,12 @@ class Memo:
         return (_renamed(loops, renamed, resalted) if renamed or resalted else loops), cost
 
     def _key(self, ops: Names, outputs: Names) -> tuple[Key, Names, Salts]:
-        """The structure, with all names and salts that it stands for, by number."""
+        """Return the structure, with all names and salts that it stands for, by number."""
         numbers = {name: i for i, name in enumerate(ops)}
         salts: dict[object, int] = {}
         names = list(ops)
         rows: list[tuple[int, ...]] = []
-        for i, name in enumerate(names):  # which grows by what is read
+        for i, name in enumerate(names):  # the list grows by the operands of its ops
             if i >= len(ops) and not is_view(self._dag.op(name)):
                 rows.append((self._outside(name),))
                 continue
@@ -71,7 +71,7 @@ class Memo:
         return (tuple(rows), tuple(numbers[o] for o in outputs)), tuple(names), tuple(salts)
 
     def _record(self, name: str) -> int:
-        """A number for all that an op is, its operands by their places."""
+        """Return a number for the description of an op, in which operands are places."""
         key = name, self._settled(name)
         if key not in self._records:
             op = self._dag.op(name)

@@ -1,4 +1,4 @@
-"""What the ATen calls of eager move and take: the data-movement analysis of Ivanov et al. (2021).
+"""Bytes and times of the ATen calls of eager: the data-movement analysis of Ivanov et al. (2021).
 
 An operator of the graph is often a piece of what eager computes in one call (a softmax is five of them).
 Each op says of which call it is a part (`Op.call`), so that what a plan saves is counted against the calls
@@ -23,7 +23,7 @@ from fusion_compiler.ir.random import seed
 from fusion_compiler.ir.schema import is_view, short_name
 from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost, one_after_the_other
 
-L2_SHARE = 0.25  # of L2 that a tensor may fill and still be there when the next kernel reads it
+L2_SHARE = 0.25  # the share of L2 that a tensor may fill and still be there when the next kernel reads it
 # The class of a call by the first of these kinds that it has: the paper's three, then others.
 CLASSES = {
     Kind.CONTRACTION: "contraction",
@@ -43,30 +43,30 @@ PICKS = frozenset({"nll_loss_forward", "nll_loss2d_forward"})
 
 
 def class_of(ops: Iterable[Op]) -> str:
-    """The class of what computes some ops together: a contraction before all else, a copy last."""
+    """Return the class of a call of some ops: contraction before all other classes, layout last."""
     kinds = {op.kind for op in ops}
     return next((name for kind, name in CLASSES.items() if kind in kinds), "layout")
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The sizes of a graph's tensors on a device, and which of them lie in its L2."""
+    """Tensors give the sizes of a graph's tensors on a device, and say which of them lie in its L2."""
 
     dag: OpDag
     device: DeviceSpec
     hints: Mapping[sympy.Symbol, int]
 
     def base(self, name: str) -> str:
-        """The op whose result a chain of views shows."""
+        """Return the op whose result a chain of views shows."""
         while is_view(self.dag.op(name).target) and self.dag.op(name).inputs:
             name = self.dag.op(name).first
         return name
 
     def words(self, name: str) -> int:
-        """Elements of all results; of a view that repeats its base, the base's."""
+        """Return the number of elements of all results; for a view that repeats its base, the base's."""
         base = self.base(name)
-        own, whole = (sum(self._count(n)) for n in (name, base))
-        return min(own, whole)
+        view_words, base_words = (sum(self._count(n)) for n in (name, base))
+        return min(view_words, base_words)
 
     def itemsize(self, name: str) -> int:
         outputs = self.dag.op(name).outputs
@@ -76,7 +76,7 @@ class Tensors:
         return self.words(name) * self.itemsize(name)
 
     def near(self, name: str) -> bool:
-        """Whether it is read from L2: small, and made by the graph itself."""
+        """True if a tensor is read from L2: it is small, and the graph itself computes it."""
         base = self.base(name)
         return base not in self.dag.inputs and self.bytes(base) < L2_SHARE * self.device.l2_bytes
 
@@ -87,10 +87,11 @@ class Tensors:
 def eager_calls(
     dag: OpDag, backward: bool, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
 ) -> tuple[Call, ...]:
-    """The ATen calls that eager makes for one graph, in order, each with its prediction; views make none.
+    """Return the ATen calls that eager makes for one graph, in order, with predictions; views make none.
 
-    backward: whether it is a backward graph. What such a graph computes again of the forward pass, eager
-    has stored and does not run; what a forward graph computes ahead for the backward pass is counted there.
+    backward: whether it is a backward graph. Ops of the forward pass that such a graph computes again are not
+    counted, as eager has stored their results; ops that a forward graph computes ahead for the backward pass
+    are counted there.
     """
     groups: dict[object, list[str]] = {}
     for name in dag.order:
@@ -104,7 +105,7 @@ def eager_calls(
 
 
 def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None:
-    """Some ops as one call of eager; None where it launches nothing."""
+    """Return some ops as one call of eager; None if it launches nothing."""
     dag, inside = tensors.dag, set(names)
     runs = [
         op
@@ -151,14 +152,14 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
 
 
 def _is_mask(op: Op, reader: EagerCall | None) -> bool:
-    """Whether what a call reads is, in eager, a mask that forward stored."""
+    """True if an operand of a call is, in eager, a mask that forward stored."""
     return reader is not None and op.call is not None and reader.backward and op.call.target in MASKS
 
 
 def _words_read(tensors: Tensors, names: list[str]) -> dict[str, int]:
-    """The elements that a call reads of each tensor from outside: of a table, what it looks up."""
+    """Return how many elements a call reads of each tensor from outside; of a table, those looked up."""
     dag, inside = tensors.dag, set(names)
-    found: dict[str, int] = {}
+    reads: dict[str, int] = {}
     for op in map(dag.op, names):
         for name in op.inputs:
             if name in inside or not dag.op(name).outputs:
@@ -166,16 +167,16 @@ def _words_read(tensors: Tensors, names: list[str]) -> dict[str, int]:
             words = tensors.words(name)
             if op.kind in (Kind.ELEMENTWISE, Kind.LAYOUT):
                 words = min(words, tensors.words(op.name))
-            found[name] = max(words, found.get(name, 0))
+            reads[name] = max(words, reads.get(name, 0))
     call = dag.op(names[0]).call
     if call is not None and call.target in PICKS:
-        indices = [tensors.words(i) for i in found if not dag.op(i).outputs[0].dtype.is_floating_point]
-        found = {name: min(words, max(indices, default=words)) for name, words in found.items()}
-    return found
+        indices = [tensors.words(i) for i in reads if not dag.op(i).outputs[0].dtype.is_floating_point]
+        reads = {name: min(words, max(indices, default=words)) for name, words in reads.items()}
+    return reads
 
 
 def _is_stored(tensors: Tensors, name: str, inside: set[str], returned: set[str]) -> bool:
-    """Whether anything outside a call reads what one of its ops computes, directly or through a view."""
+    """True if the result of one of a call's ops is read outside the call, directly or through a view."""
     if name in returned:
         return True
     for user in tensors.dag.consumers(name):

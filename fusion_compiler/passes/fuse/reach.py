@@ -1,4 +1,4 @@
-"""Which clusters lead to which others, kept while clusters merge: ancestors and descendants as bit sets."""
+"""Ancestors and descendants of clusters, as bit sets that are updated while clusters merge."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 class Reach:
-    """Ancestors and descendants of every unit, a cluster or an op beside them, by number.
+    """Reach holds the ancestors and descendants of every unit, a cluster or an op beside them, by number.
 
     sources: the units that each one reads, in topological order. Descendants have larger numbers.
     A merged unit stays in the sets of others under the numbers of all its members, so that a merge changes
@@ -28,15 +28,15 @@ class Reach:
                 self.below[source] |= self.below[number] | (1 << number)
 
     def path(self, a: int, b: int) -> bool:
-        """Whether one leads to the other."""
+        """True if one of two units leads to the other."""
         return bool((self.below[a] | self.above[a]) >> b & 1)
 
     def leads(self, a: int, b: int) -> bool:
-        """Whether `a` comes before `b`."""
+        """True if `a` leads to `b`."""
         return bool(self.below[a] >> b & 1)
 
     def convex(self, numbers: Sequence[int]) -> bool:
-        """No other unit lies on a path between some of them."""
+        """True if no other unit lies on a path between some units."""
         mask = above = below = 0
         for number in numbers:
             mask |= self.members[number]
@@ -45,7 +45,7 @@ class Reach:
         return not above & below & ~mask
 
     def join(self, first: int, gone: int) -> None:
-        """`gone` becomes part of `first`: everything above either is above both, likewise below."""
+        """Make `gone` a part of `first`: everything above either is above both, likewise below."""
         pair = (first, gone)
         members = self.members[first] | self.members[gone]
         above, below = ([reach[n] & ~members for n in pair] for reach in (self.above, self.below))
@@ -60,7 +60,7 @@ class Reach:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """Positions of the bits that are set."""
+    """Yield the positions of the bits that are set."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

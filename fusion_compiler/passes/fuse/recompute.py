@@ -1,12 +1,12 @@
-"""Compute a tensor again where it is read rather than keep it in memory.
+"""Compute a tensor again for each reader rather than keep it in memory.
 
     a = cluster(x) storing v and w; b = cluster(v)   ->   a = cluster(x) storing w; b = cluster(x)
 
-Worth it where reading the operands of a few element-wise ops costs less than writing v and reading it:
+This is worth it if reading the operands of a few element-wise ops costs less than writing v and reading it:
 the gradients of a group norm's weight are sums over other axes than its input gradient, and both read
 what an activation's backward makes.
 
-Products of few rows read kilobytes beside their matrices: what makes these is computed again by each.
+Products of few rows read kilobytes beside their matrices: each product computes these kilobytes again.
 
     a = norm(x); q = a @ w; k = a @ v   ->   q = norm(x) @ w; k = norm(x) @ v
 """
@@ -26,14 +26,14 @@ MOST_OPS = 24  # in the chain that is computed again
 
 
 def merge_and_recompute(search: Search) -> None:
-    """Run a search; where computing something again pays, it goes on from there."""
+    """Run a search, and go on with it as long as computing something again pays."""
     search.run()
     while recompute(search):
         search.merge_all()
 
 
 def recompute(search: Search) -> bool:
-    """Try what each cluster stores for others, all of it and one by one; whether any was worth it."""
+    """Try to compute again what each cluster stores for others, all of it and one by one. True if it paid."""
     changed = False
     for number in sorted(search.candidates):
         if search.pool.effort.is_spent():
@@ -53,7 +53,7 @@ def _absorb(search: Search, number: int) -> bool:
     """Let products compute all of a small cluster that they alone read, if that is legal and faster."""
     candidate, pool = search.candidates[number], search.pool
     readers = sorted({n for op in candidate.outputs for n in search.readers(op)} - {number})
-    whole = frozenset(candidate.ops)
+    chain = frozenset(candidate.ops)
     small = all(pool.bytes(op) < LEAST_BYTES for op in candidate.outputs)
     products = all(_is_product(search, search.candidates[n]) for n in readers)
     if not (readers and small and products) or _is_product(search, candidate):
@@ -61,17 +61,17 @@ def _absorb(search: Search, number: int) -> bool:
     if candidate.must_store or any(pool.must_exist(op) for op in candidate.outputs):
         return False
     before = candidate.cost.us + sum(search.candidates[n].cost.us for n in readers)
-    undo = pool.recompute(whole)
+    undo = pool.recompute(chain)
     try:
-        found = {n: _with_closure(search, search.candidates[n]) for n in readers}
+        merged = {n: _with_closure(search, search.candidates[n]) for n in readers}
     except Illegal:
         undo()
         return False
-    if before <= sum(c.cost.us for c in found.values()):
+    if before <= sum(c.cost.us for c in merged.values()):
         undo()
         return False
     search.drop(number)
-    _settle(search, found, whole)
+    _settle(search, merged, chain)
     return True
 
 
@@ -80,14 +80,14 @@ def _is_product(search: Search, candidate: Candidate) -> bool:
     return any(op.kind is Kind.CONTRACTION and op.target not in depthwise.CALLS for op in ops)
 
 
-def _settle(search: Search, found: dict[int, Candidate], chain: frozenset[str]) -> None:
-    """Candidates as they are now that they compute a chain of ops themselves."""
-    for n, candidate in found.items():
+def _settle(search: Search, candidates: dict[int, Candidate], chain: frozenset[str]) -> None:
+    """Replace candidates by those that compute a chain of ops themselves."""
+    for n, candidate in candidates.items():
         search.candidates[n] = candidate
         search.version[n] += 1
     for op in chain:
         search.owner.pop(op, None)
-    for n in found:
+    for n in candidates:
         for other, saved in search.neighbours(n).items():
             search.push(min(n, other), max(n, other), saved)
 
@@ -131,19 +131,19 @@ def _remaining(search: Search, number: int) -> Candidate | None:
 
 
 def _cost(search: Search, readers: list[Candidate]) -> float:
-    """What the readers take, as one cluster where they can be one."""
+    """Return the time that the readers take, as one cluster if that is legal and faster."""
     apart = sum(r.cost.us for r in readers)
     if len(readers) == 1:
         return apart
     try:
-        whole = search.pool.union(readers)
+        union = search.pool.union(readers)
     except Illegal:
         return apart
-    return min(apart, whole.cost.us)
+    return min(apart, union.cost.us)
 
 
 def _with_closure(search: Search, candidate: Candidate) -> Candidate:
-    """A candidate that also computes what it reads of the chain."""
+    """Return a candidate that also computes the ops of the chain that it reads."""
     ops = {n for op in candidate.ops for n in search.pool.closure(op)} | set(candidate.ops)
     return search.pool.candidate(search.pool.ordered(ops), candidate.must_store)
 

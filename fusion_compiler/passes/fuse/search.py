@@ -1,4 +1,4 @@
-"""The search: best predicted gain first, re-scored as clusters grow.
+"""The search for clusters: it tries the best predicted gain first, and scores again as clusters grow.
 
 A merge is legal when no path leaves the pair and comes back, when the union lowers to one loop nest,
 and when that obeys the laws; it is worth it when the cost model predicts that the union is faster.
@@ -21,15 +21,15 @@ from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.patterns.match import Match
 from fusion_compiler.patterns import ClusterHint
 
-# Of the candidates that share a tensor with one, so many are tried: a learning rate is read by all of an
+# A candidate is tried with at most so many readers of one tensor: a learning rate is read by all of an
 # optimizer's updates, and a kernel can hold no more than a few of them.
 MOST_READERS = 64
 
 
 class Search:
-    """One graph's clustering.
+    """A search clusters one graph.
 
-    candidates: as they merge, by number. owner: the candidate of every op that is in one alone.
+    candidates: by number, updated as they merge. owner: the candidate of every op that is in one alone.
     """
 
     def __init__(self, pool: Candidates, matches: Sequence[Match] = ()) -> None:
@@ -45,7 +45,8 @@ class Search:
         self.heap: list[tuple[float, bool, int, int, int, int]] = []
 
     def units(self) -> dict[int, set[int]]:
-        """Candidates and the ops that none holds, with what each reads, in topological order."""
+        """Return the units, candidates and the ops that none holds, with the units that each reads, in
+        topological order."""
         unit = {
             name: self.reads.position[name]
             for name in self.dag.order
@@ -60,14 +61,14 @@ class Search:
         return sources
 
     def run(self) -> None:
-        """Merge until nothing gains, or the effort is spent: first what patterns name."""
+        """Merge until no merge gains, or the effort is spent; ops that patterns name are merged first."""
         for match in self.matches:
             if isinstance(match.pattern, ClusterHint) and match.pattern.fuse:
                 self.try_hint(match)
         self.merge_all()
 
     def merge_all(self) -> None:
-        """Until no pair gains: a merge elsewhere can take what stood between two away."""
+        """Merge pairs until none gains: a merge elsewhere can remove what stood between two candidates."""
         before = -1
         while len(self.candidates) != before:
             before = len(self.candidates)
@@ -82,23 +83,23 @@ class Search:
             self.heap.clear()
 
     def push(self, a: int, b: int, saved: int) -> None:
-        """Of pairs that save as much, those first whose first serves a reduction alone."""
+        """Queue a pair. Of pairs that save as much, those come first whose `a` serves a reduction alone."""
         alone = self.serves(a, b)
         heapq.heappush(self.heap, (-float(saved), not alone, a, b, self.version[a], self.version[b]))
 
     def serves(self, a: int, b: int) -> bool:
-        """Whether what a candidate makes, which stays in L2, is read by another alone, which reduces: there
-        it ends, while with what it is made of it may wait for another reduction."""
+        """True if the results of `a` stay in L2 and only `b` reads them, which reduces. There they end;
+        merged with the ops before `a`, they may wait for another reduction."""
         if all(self.dag.op(name).kind is not Kind.REDUCTION for name in self.candidates[b].ops):
             return False
         pool, outputs = self.pool, self.candidates[a].outputs
         return all(pool.info(n).in_l2 and self.readers(n) == {b} and not pool.must_exist(n) for n in outputs)
 
     def neighbours(self, number: int) -> dict[int, int]:
-        """Candidates that share a tensor with this one, and the bytes that one pass over both would save."""
+        """Return candidates that share a tensor with this one, and the bytes that one pass would save."""
         candidate = self.candidates[number]
         inside = set(candidate.ops)
-        found: dict[int, int] = {}
+        savings: dict[int, int] = {}
         for name in dict.fromkeys(
             s for op in candidate.ops for s in self.reads.sources[op] if s not in inside
         ):
@@ -107,44 +108,45 @@ class Search:
             size = self.pool.bytes(name)
             owner = self.owner.get(name)
             if owner is not None and owner != number and owner in self.candidates:
-                found[owner] = found.get(owner, 0) + 2 * size
+                savings[owner] = savings.get(owner, 0) + 2 * size
             for user in self.readers(name, number):
                 if user != number:
-                    found[user] = found.get(user, 0) + size
+                    savings[user] = savings.get(user, 0) + size
         for name in candidate.outputs:
             for user in self.readers(name, number):
                 if user != number:
-                    found[user] = found.get(user, 0) + 2 * self.pool.bytes(name)
-        return found
+                    savings[user] = savings.get(user, 0) + 2 * self.pool.bytes(name)
+        return savings
 
     def readers(self, name: str, near: int | None = None) -> set[int]:
-        """Candidates that read a tensor, directly or through what they compute again; of many the nearest."""
+        """Return candidates that read a tensor, directly or through ops that they compute again; of many
+        readers return the nearest."""
         users = self.users(name)
         if near is None or len(users) <= MOST_READERS:
             return {self.owner[self.order[u]] for u in users if self.order[u] in self.owner}
-        found: set[int] = set()
+        readers: set[int] = set()
         for position in _outward(users, near):
-            found.update({self.owner[op]} if (op := self.order[position]) in self.owner else ())
-            if len(found) > MOST_READERS:
+            readers.update({self.owner[op]} if (op := self.order[position]) in self.owner else ())
+            if len(readers) > MOST_READERS:
                 break
-        return found
+        return readers
 
     def users(self, name: str) -> list[int]:
-        """The ops that read a tensor, directly or through what is computed again, by position."""
+        """Return the ops that read a tensor, directly or through ops that are computed again, by position."""
         if self.users_of[0] is not self.pool.again:
             self.users_of = (self.pool.again, {})
-        known = self.users_of[1]
-        if name not in known:
+        cached = self.users_of[1]
+        if name not in cached:
             seen, stack = {name}, [name]
             while stack:
                 users = self.reads.users[stack.pop()]
                 stack += [u for u in users if u in self.pool.again and u not in seen]
                 seen.update(users)
-            known[name] = sorted(self.reads.position[user] for user in seen - {name})
-        return known[name]
+            cached[name] = sorted(self.reads.position[user] for user in seen - {name})
+        return cached[name]
 
     def held(self, ops: Sequence[str]) -> list[Match]:
-        """The patterns that a set of ops holds whole, views aside."""
+        """Return the matches whose ops all are in a set of ops, views aside."""
         inside = set(ops)
         return [
             m
@@ -153,7 +155,7 @@ class Search:
         ]
 
     def try_hint(self, match: Match) -> None:
-        """One cluster of all that a hint names, where that is legal and faster than its ops alone."""
+        """Merge all that a hint names into one cluster, if that is legal and faster than its ops alone."""
         numbers = sorted({self.owner[n] for n in match.ops if n in self.owner})
         if len(numbers) > 1:
             self.merge(numbers, (match.name, self.label(numbers[-1])))
@@ -166,7 +168,7 @@ class Search:
             self.push(min(first, other), max(first, other), saved)
 
     def merge(self, numbers: Sequence[int], pair: tuple[str, str]) -> bool:
-        """Several candidates become the first of them if that is legal and gains; else `pair` is refused."""
+        """Merge several candidates into the first of them if that is legal and gains; else refuse `pair`."""
         self.pool.effort.spent += ATTEMPT
         candidates = [self.candidates[n] for n in numbers]
         if not self.reach.convex(numbers):
@@ -194,12 +196,12 @@ class Search:
         return True
 
     def drop(self, number: int) -> None:
-        """A candidate goes: all who read it compute it themselves. Its place among the others stays, as what
-        it read leads to them all the same."""
+        """Remove a candidate that all its readers compute themselves. Its place in `reach` stays, as the
+        units that it read still lead to its readers."""
         del self.candidates[number], self.version[number]
 
     def join(self, first: int, gone: int) -> None:
-        """All that belonged to the candidate `gone` belongs to `first`."""
+        """Give `first` all that belonged to the candidate `gone`."""
         candidate = self.candidates.pop(gone)
         del self.version[gone]
         self.owner.update({name: first for name in candidate.ops if self.owner.get(name) == gone})
@@ -207,7 +209,7 @@ class Search:
         self.version[first] += 1
 
     def bound(self, candidates: Sequence[Candidate]) -> float:
-        """What a merge could save at most: to a kernel that moves what is left, as fast as a copy."""
+        """Return what a merge could save at most: against a kernel that moves the rest as fast as a copy."""
         moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in candidates) - self.shared_bytes(
             candidates
         )
@@ -216,7 +218,7 @@ class Search:
         return sum(p.cost.us for p in candidates) - best
 
     def shared_bytes(self, candidates: Sequence[Candidate]) -> int:
-        """Device memory traffic of tensors that several candidates touch, all but what one kernel needs."""
+        """Return the device memory traffic that one kernel saves on tensors that several candidates touch."""
         inside = {name for p in candidates for name in p.ops}
         stored = {name for p in candidates for name in p.outputs}
         readers = Counter(name for p in candidates for name in self.pool.read_by(p))
@@ -237,7 +239,7 @@ class Search:
 
 
 def _outward(positions: Sequence[int], middle: int) -> Iterator[int]:
-    """Sorted positions, those nearest to one first."""
+    """Yield sorted positions, those nearest to `middle` first."""
     after = bisect_left(positions, middle)
     before = after - 1
     while before >= 0 or after < len(positions):

@@ -1,8 +1,8 @@
-"""Which ops a piece of the user's source stands for: those of the innermost call that holds it.
+"""Find the ops that a piece of the user's source stands for: those of the innermost call that holds it.
 
-A line computes many things. Where in it a call stands is known from Python's positions: both ends where the
-model's code ran in our own trace, where it begins from TorchDynamo of torch 2.13, nothing from older ones.
-What places do not tell apart is told apart by names, or else said to be uncertain.
+A line computes many things. Python's positions say where in it a call stands: our own trace of the model's
+code knows both ends, TorchDynamo of torch 2.13 knows where the call begins, and older versions know nothing.
+Names tell calls apart that places do not; otherwise the answer is marked as uncertain.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 
 @dataclass(frozen=True)
-class Meant:
-    """Ops that a name may stand for. label: how to speak of them. sure: whether it stands for all of them."""
+class NameReference:
+    """A reference holds the ops that a name may stand for.
+
+    label: what to call them. sure: whether the name stands for all of them.
+    """
 
     label: str
     ops: tuple[str, ...]
@@ -31,28 +34,28 @@ class Meant:
 Spot = tuple[str, int, tuple[int, int] | None]  # a file, a line, and the columns of a call in it
 
 
-def meant(dag: OpDag, piece: str) -> list[Meant]:
-    """What a piece of source stands for in a graph: a call on each line that has it, or several on one."""
+def references(dag: OpDag, piece: str) -> list[NameReference]:
+    """Return what a piece of source stands for in a graph: a call, or several, on each line that has it."""
     inputs = set(dag.inputs)
-    found: dict[Spot, dict[str, Frame]] = {}
+    calls: dict[Spot, dict[str, Frame]] = {}
     for name, node in dag.nodes.items():
         for frame in frames_of(node) if name not in inputs else ():
             if piece in frame.code:
-                found.setdefault((frame.file, frame.line, _span(frame)), {})[name] = frame
+                calls.setdefault((frame.file, frame.line, _span(frame)), {})[name] = frame
     chosen: dict[Spot, dict[str, Frame]] = {}
-    for file, line in dict.fromkeys(spot[:2] for spot in found):
-        spans = [spot[2] for spot in found if spot[:2] == (file, line)]
-        code = next(iter(next(f for s, f in found.items() if s[:2] == (file, line)).values())).code
+    for file, line in dict.fromkeys(spot[:2] for spot in calls):
+        spans = [spot[2] for spot in calls if spot[:2] == (file, line)]
+        code = next(iter(next(f for s, f in calls.items() if s[:2] == (file, line)).values())).code
         for at in _places(code, piece):
             span = _innermost(spans, at)
-            if (file, line, span) in found:
-                chosen[file, line, span] = found[file, line, span]
-    return [_meant(dag, piece, spot, list(ops), next(iter(ops.values())), len(chosen) > 1)
+            if (file, line, span) in calls:
+                chosen[file, line, span] = calls[file, line, span]
+    return [_reference(dag, piece, spot, list(ops), next(iter(ops.values())), len(chosen) > 1)
             for spot, ops in chosen.items()]  # fmt: skip
 
 
 def _span(frame: Frame) -> tuple[int, int] | None:
-    """The columns of a call; where only its beginning is known, up to what cannot belong to it."""
+    """Return the columns of a call; if only its beginning is known, up to what cannot belong to it."""
     if frame.span is None:
         return None
     start, end = frame.span
@@ -72,30 +75,32 @@ def _places(code: str, piece: str) -> Iterator[tuple[int, int]]:
 
 
 def _innermost(spans: Sequence[tuple[int, int] | None], at: tuple[int, int]) -> tuple[int, int] | None:
-    """The shortest call that holds some columns; None where none does."""
-    known = [s for s in spans if s is not None and s[0] <= at[0] and at[1] <= s[1]]
-    return min(known, key=lambda s: s[1] - s[0], default=None)
+    """Return the shortest call that holds some columns; None if none does."""
+    holding = [s for s in spans if s is not None and s[0] <= at[0] and at[1] <= s[1]]
+    return min(holding, key=lambda s: s[1] - s[0], default=None)
 
 
-def _meant(dag: OpDag, piece: str, spot: Spot, ops: list[str], frame: Frame, one_of_several: bool) -> Meant:
-    """The ops at one spot; where several calls may be at it, those that are called as the piece says."""
+def _reference(
+    dag: OpDag, piece: str, spot: Spot, ops: list[str], frame: Frame, one_of_several: bool
+) -> NameReference:
+    """Return the ops at one spot; if several calls may be at it, the ops whose names are in the piece."""
     place = f"{Path(spot[0]).name}:{spot[1]}"
     text = frame.code if spot[2] is None else frame.code[slice(*spot[2])]
     if frame.exact or len({dag.op(n).call or n for n in ops}) == 1:
-        return Meant(f"{text} ({place})" if one_of_several else piece, tuple(ops))
+        return NameReference(f"{text} ({place})" if one_of_several else piece, tuple(ops))
     words = set(re.findall(r"\w+", piece))
     named = tuple(n for n in ops if words & _names(dag, n))
     if named:
-        return Meant(f"{piece} ({place})" if one_of_several else piece, named)
-    return Meant(f"what {text} ({place}) computes", tuple(ops), sure=False)
+        return NameReference(f"{piece} ({place})" if one_of_several else piece, named)
+    return NameReference(f"what {text} ({place}) computes", tuple(ops), sure=False)
 
 
 def _names(dag: OpDag, name: str) -> set[str]:
-    """What the call that an op is a piece of may be called in source."""
+    """Return the names that source may use for the call to which an op belongs."""
     op = dag.op(name)
-    found = {short_name(op.target)}
+    names = {short_name(op.target)}
     if op.call is not None:
-        found.add(op.call.target.removesuffix("_backward").removeprefix("native_"))
+        names.add(op.call.target.removesuffix("_backward").removeprefix("native_"))
     if op.source is not None:
-        found.add(op.source.module.rpartition(".")[2])
-    return found
+        names.add(op.source.module.rpartition(".")[2])
+    return names

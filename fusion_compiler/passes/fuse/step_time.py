@@ -1,4 +1,4 @@
-"""What one call of a graph takes: the host to launch it, the device to run it.
+"""Predict the time of one call of a graph: of the host to launch it, and of the device to run it.
 
 The host's times were read from a decoding step of a Llama-1B shape on an H200's host: 81 products and 33
 kernels in 5.1 ms.
@@ -18,15 +18,15 @@ from fusion_compiler.ir.schema import is_view
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.schedule.cost import NO_HINTS
 
-CALL_US, KERNEL_US, GRAPH_US = 35.0, 20.0, 100.0  # of the host: a library call, a kernel, a graph
-REPLAY_US = 60.0  # of the host: to replay what was recorded of a graph, with PyTorch's bookkeeping
+CALL_US, KERNEL_US, GRAPH_US = 35.0, 20.0, 100.0  # host time of a library call, a kernel, a graph
+REPLAY_US = 60.0  # host time to replay a CUDA graph, with PyTorch's bookkeeping
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Microseconds of the host and of the device, one beside the other.
+    """A step takes microseconds of the host and of the device, one beside the other.
 
-    replay_us: of the host, where the graph is recorded.
+    replay_us: host time if the graph is replayed as a CUDA graph.
     """
 
     host_us: float
@@ -40,11 +40,11 @@ def step_time(
     hints: Hints = NO_HINTS,
     at: Hints | None = None,
 ) -> StepTime:
-    """Predict from the plan. Calls that are no contractions count as short ones, loops over chunks as all of
-    their chunks.
+    """Predict the time of a step from the plan. Calls that are no contractions count as short ones, loops
+    over chunks as all of their chunks.
 
-    hints: the sizes that it was made for. at: those of a call that has others, which takes longer or shorter
-    as it moves more bytes or fewer.
+    hints: the sizes that the plan was made for. at: the sizes of the call, if they differ: it takes longer or
+    shorter as it moves more bytes or fewer.
     """
     at = hints if at is None else at
     calls = [left for left in plan.leftovers if not is_view(plan.dag.op(left.op).target)]

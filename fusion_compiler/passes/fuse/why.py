@@ -1,7 +1,7 @@
-"""Why two things are not one kernel, and what that costs: asked of a finished plan, for any two.
+"""Explain for a finished plan why any two of its units are not one kernel, and what that costs.
 
-Every answer is about the clusters as they ended, and not about what they were while they grew: it takes the
-finished search, which is run again from what the plan was decided for (`Setting`) where it was let go.
+Every answer is about the final clusters, and not about those that the search had while they grew. It takes
+the finished search, which is run again for the plan's `Setting` if the plan no longer holds it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fusion_compiler.passes.fuse.movement import Tensors
 from fusion_compiler.passes.fuse.reach import Reach, bits
 from fusion_compiler.passes.lower.space import Illegal
 
-EPILOGUES = frozenset({"add", "relu", "gelu", "cast"})  # what cuBLAS can do to a product's result
+EPILOGUES = frozenset({"add", "relu", "gelu", "cast"})  # ops that cuBLAS can apply to a product's result
 
 IN_WORDS = {"clone": "a copy in another order", "uniform": "dropout"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What runs as one: a cluster, or one op as a call.
+    """A unit runs as one: it is a cluster, or one op as a call.
 
-    numbers: of the cluster's candidates in the search. outputs: the ops whose results it stores.
+    numbers: the numbers of the cluster's candidates in the search. outputs: the ops whose results it stores.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Unit:
 
 
 class UnitReach(Reach):
-    """Reach by name. number: of each unit, in topological order."""
+    """UnitReach is a Reach by name. number: each unit's number, in topological order."""
 
     def __init__(self, graph: nx.DiGraph[str]) -> None:
         self.names = list(nx.topological_sort(graph))
@@ -55,12 +55,12 @@ class UnitReach(Reach):
         super().__init__({self.number[n]: {self.number[s] for s in before[n]} for n in self.names})
 
     def between(self, a: str, b: str) -> list[str]:
-        """The units that lie on a way from one to the other."""
+        """Return the units that lie on a path from one to the other."""
         return [self.names[i] for i in bits(self.below[self.number[a]] & self.above[self.number[b]])]
 
 
 class Why:
-    """The questions that a plan answers. Raises ValueError for a plan that was not made by `plan()`."""
+    """Answer questions about a plan. Raises ValueError for a plan that was not made by `plan()`."""
 
     def __init__(self, plan: FusionPlan) -> None:
         if plan.setting is None:
@@ -71,14 +71,14 @@ class Why:
 
     @cached_property
     def units(self) -> dict[str, Unit]:
-        """By name."""
-        found = {c.name: Unit(c.name, c.ops, c.outputs, c, tuple(n)) for c, n in self._solved()}
-        held = {op for unit in found.values() for op in unit.ops}
+        """Return the units by name."""
+        units = {c.name: Unit(c.name, c.ops, c.outputs, c, tuple(n)) for c, n in self._solved()}
+        held = {op for unit in units.values() for op in unit.ops}
         calls = [n for n in self.dag.order if n not in held and n not in self.dag.inputs]
         for name in calls:
             if name in self.reasons and not is_view(self.dag.op(name).target):
-                found[name] = Unit(name, (name,), (name,))
-        return found
+                units[name] = Unit(name, (name,), (name,))
+        return units
 
     def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
         self.search, groups = self.plan.solved or solve(self.dag, self.setting)
@@ -88,7 +88,7 @@ class Why:
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
-        """Units, with an edge to each reader of what they store; its `tensors` are op names."""
+        """Return the units with an edge to each reader of their results; its `tensors` are op names."""
         stores = {name: unit.name for unit in self.units.values() for name in unit.outputs}
         graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from(self.units)
@@ -96,33 +96,33 @@ class Why:
             for name in self.reads(unit):
                 maker = stores.get(name)
                 if maker is not None and maker != unit.name:
-                    known: dict[str, None] = graph.edges.get((maker, unit.name), {}).get("tensors", {})
-                    graph.add_edge(maker, unit.name, tensors={**known, name: None})
+                    tensors: dict[str, None] = graph.edges.get((maker, unit.name), {}).get("tensors", {})
+                    graph.add_edge(maker, unit.name, tensors={**tensors, name: None})
         return graph
 
     def reads(self, unit: Unit) -> list[str]:
-        """The tensors that a unit reads from memory, by the ops that store them."""
+        """Return the tensors that a unit reads from memory, by the ops that store them."""
         if unit.cluster is not None:
             return list(dict.fromkeys(map(self.tensors.base, unit.cluster.inputs)))
         return list(dict.fromkeys(map(self.tensors.base, self.dag.op(unit.name).inputs)))
 
     @cached_property
     def order(self) -> list[str]:
-        """The units in an order in which they can run, close to the graph's."""
+        """Return the units in an order in which they can run, close to the graph's."""
         position = {name: i for i, name in enumerate(self.dag.order)}
         last = {unit.name: max(position[op] for op in unit.ops) for unit in self.units.values()}
         return list(nx.lexicographical_topological_sort(self.graph, key=last.__getitem__))
 
     def edges(self) -> tuple[Rejected, ...]:
-        """Why neighbours are not one kernel: for each edge that a cluster is at, and for each two clusters
-        that read one tensor and could run at once. Most lost first."""
-        found = [
+        """Return why neighbours are not one kernel: for each edge of a cluster, and for each two clusters
+        that read one tensor and could run at once. The refusal that costs most comes first."""
+        refusals = [
             self.refusal(a, b)
             for a, b in self.graph.edges
             if self.units[a].cluster is not None or self.units[b].cluster is not None
         ]
-        found += [self.refusal(a, b) for a, b in self._siblings()]
-        return tuple(sorted(found, key=lambda r: -r.saving_us))
+        refusals += [self.refusal(a, b) for a, b in self._siblings()]
+        return tuple(sorted(refusals, key=lambda r: -r.saving_us))
 
     def _siblings(self) -> list[tuple[str, str]]:
         clusters = [u for u in self.units.values() if u.cluster is not None]
@@ -139,11 +139,11 @@ class Why:
 
     @cached_property
     def reach(self) -> UnitReach:
-        """Which units lead to which others."""
+        """Return the ancestors and descendants of the units."""
         return UnitReach(self.graph)
 
     def between(self, a: str, b: str) -> list[str]:
-        """A shortest way from one unit to the other through a third one; empty where there is none."""
+        """Return a shortest path from one unit to the other through a third one; empty if there is none."""
         for first, last in ((a, b), (b, a)):
             middle = self.reach.between(first, last)
             if middle:
@@ -152,7 +152,7 @@ class Why:
         return []
 
     def refusal(self, a: str, b: str) -> Rejected:
-        """Why two units are not one kernel. Raises KeyError for a name that no unit has."""
+        """Return why two units are not one kernel. Raises KeyError for a name that no unit has."""
         first, second = self.units[a], self.units[b]
         tensors = self.shared(first, second)
         calls = [u for u in (first, second) if u.cluster is None]
@@ -175,7 +175,8 @@ class Why:
         return self._by_cost(a, b, merged, union, tensors)
 
     def _touching(self, a: Unit, b: Unit, tensors: Sequence[str]) -> list[Candidate]:
-        """Of units that hold several independent programs, those that share some tensors."""
+        """Return the candidates of two units that store or read one of some tensors: a unit may hold several
+        independent programs."""
         wanted = set(tensors)
         return [
             candidate
@@ -197,7 +198,7 @@ class Why:
         return Rejected(a, b, "cost", reason, gain, False, tensors)
 
     def _call_reason(self, a: Unit, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
-        """(rule, reason) of a pair of which one or both are ATen calls."""
+        """Return (rule, reason) of a pair of which one or both are ATen calls."""
         call = calls[0]
         op = self.dag.op(call.name)
         name = short_name(op.target).strip("_")
@@ -210,7 +211,7 @@ class Why:
         return "contraction", f"{name} is a library call: {_epilogue(name, [self.dag.op(n) for n in b.ops])}"
 
     def shared(self, a: Unit, b: Unit) -> tuple[str, ...]:
-        """The tensors that one stores and the other reads, or else those that both read."""
+        """Return the tensors that one unit stores and the other reads, or else those that both read."""
         mine, theirs = self.reads(a), self.reads(b)
         passed = [n for n in a.outputs if n in theirs] + [n for n in b.outputs if n in mine]
         both = [n for n in mine if n in theirs and self.dag.op(n).outputs]
@@ -220,8 +221,8 @@ class Why:
         return unit.cluster.cost if unit.cluster is not None else cost_of_call(self.plan, unit.name)
 
     def bound(self, a: Unit, b: Unit, tensors: Iterable[str]) -> float:
-        """What one kernel of both could save at most: the traffic of what they share, a launch, and, where
-        one of them computes while the other waits for memory, the time of the shorter."""
+        """Return what one kernel of both could save at most: the traffic of the tensors that they share, a
+        launch, and, if one of them computes while the other waits for memory, the time of the shorter."""
         first, second = self.cost(a), self.cost(b)
         if not first.us or not second.us:
             return 0.0
@@ -243,12 +244,12 @@ class Why:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """The ops whose results leave the graph."""
+        """Return the ops whose results leave the graph."""
         return frozenset(map(self.tensors.base, self.dag.outputs))
 
 
 def cost_of_call(plan: FusionPlan, name: str) -> Cost:
-    """What an op that stays an ATen call takes. Raises ValueError for a plan that `plan()` did not make."""
+    """Return the cost of an op that stays an ATen call. Raises ValueError for a plan not made by `plan()`."""
     if plan.setting is None:
         raise ValueError(f"plan {plan.name} does not say what it was decided for")
     op = plan.dag.op(name)

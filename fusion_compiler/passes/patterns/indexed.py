@@ -12,7 +12,7 @@ from fusion_compiler.ir.dims import Dim
 
 aten = torch.ops.aten
 CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
-# Arguments that do not matter: dtypes and devices, and the shapes of results, which are compared as such.
+# These arguments do not matter: dtypes and devices, and the shapes of results, which are compared as shapes.
 UNCOMPARED = frozenset({
     "device", "layout", "pin_memory", "memory_format", "dtype", "non_blocking", "copy", "size", "shape",
     "salt",
@@ -21,10 +21,10 @@ DIMENSIONS = frozenset({"dim", "dims", "dim0", "dim1"})
 
 
 class Indexed:
-    """An index has what matching asks of a DAG's ops again and again.
+    """An index holds the facts about a DAG's ops that matching needs again and again.
 
     op: records by name. bare: the op behind casts and aliases. key: the operator's name without its
-    overload. at: ops by that name, in order. reads: the names of the operators that an op's operands are.
+    overload. at: ops by that name, in order. reads: the names of the operators that compute an op's operands.
     strict: casts and aliases are ops like any other, and all arguments are compared.
     """
 
@@ -53,7 +53,7 @@ class Indexed:
 
 
 def bare(dag: OpDag, name: str) -> str:
-    """The op behind casts and aliases."""
+    """Return the op behind casts and aliases."""
     op = dag.op(name)
     while op.inputs and looked_through(op, dag):
         op = dag.op(op.first)
@@ -61,7 +61,7 @@ def bare(dag: OpDag, name: str) -> str:
 
 
 def looked_through(op: Op, dag: OpDag) -> bool:
-    """Whether what an op gives is its operand, but for the rounding of a float."""
+    """True if the result of an op is its operand, but for the rounding of a float."""
     if not is_cast_or_alias(op.target) or not op.inputs or op.rounds:
         return False
     before, after = dag.op(op.first).outputs, op.outputs
@@ -69,7 +69,7 @@ def looked_through(op: Op, dag: OpDag) -> bool:
 
 
 def quantizes(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast is part of the maths: floats that become integers or floats of eight bits."""
+    """True if a cast is part of the maths: it turns floats into integers or floats of eight bits."""
     narrow = not after.is_floating_point or after.itemsize == 1
     return before.is_floating_point and before.itemsize > 1 and narrow and not after.is_complex
 
@@ -81,7 +81,7 @@ def is_cast_or_alias(target: object) -> bool:
 
 
 def key_of(op: Op) -> str:
-    """The operator's name; of a cast with the dtype."""
+    """Return the operator's name, with the dtype if it is a cast."""
     if not isinstance(op.target, OpOverload):
         return str(op.target)
     name = op.target._opname
@@ -89,7 +89,7 @@ def key_of(op: Op) -> str:
 
 
 def computes(op: Op, dag: OpDag) -> bool:
-    """Whether it is an op to be matched."""
+    """True if an op has to be matched."""
     return isinstance(op.target, OpOverload) and bool(op.outputs) and not looked_through(op, dag)
 
 
@@ -98,7 +98,7 @@ def arguments_of(op: Op, dag: OpDag, uncompared: Collection[str] = UNCOMPARED) -
     matching does not compare."""
     target = op.target
     assert isinstance(target, OpOverload)
-    given = dict(op.kwargs)
+    keywords = dict(op.kwargs)
     shape = dag.op(op.first).outputs[0].shape if op.inputs and dag.op(op.first).outputs else ()
     rank = len(shape) + (target._opname == "unsqueeze")
     named: dict[str, object] = {}
@@ -106,7 +106,9 @@ def arguments_of(op: Op, dag: OpDag, uncompared: Collection[str] = UNCOMPARED) -
         if argument.name in uncompared:
             continue
         value = (
-            op.args[position] if position < len(op.args) else given.get(argument.name, argument.default_value)
+            op.args[position]
+            if position < len(op.args)
+            else keywords.get(argument.name, argument.default_value)
         )
         if argument.name in DIMENSIONS and value is not None:
             value = _from_end(value, rank)
@@ -123,7 +125,7 @@ def _from_end(dims: object, rank: int) -> object:
 
 
 def _slice_bounds(named: Mapping[str, object], shape: tuple[Dim, ...]) -> dict[str, object]:
-    """start and end as sizes: what is left out, or reaches beyond the end, is the size itself."""
+    """Return start and end as sizes: an end that is left out, or lies beyond the size, is the size itself."""
     size = shape[named["dim"]]  # type: ignore[index]
     start, end = named["start"], named["end"]
     if end is None or (isinstance(end, int) and (end >= 2**62 or (isinstance(size, int) and end > size))):

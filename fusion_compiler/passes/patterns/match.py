@@ -26,17 +26,17 @@ COMMUTATIVE = frozenset({
     "add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "logical_xor",
     "bitwise_and", "bitwise_or", "bitwise_xor",
 })  # fmt: skip
-FEWEST = 4  # ops that make a gradient recognisable where most of it was saved by forward
+FEWEST = 4  # ops that make a gradient recognisable if forward saved most of it
 NO_ORIGINS: Origins = {}
-MOST_STEPS = 64  # per op of the pattern; one that needs more matches itself in too many ways
+MOST_STEPS = 64  # per op of the pattern; a pattern that needs more matches itself in too many ways
 
 
 @dataclass(frozen=True)
 class Match:
-    """Where a pattern was found.
+    """A match says where a graph has a pattern.
 
-    ops: of the graph, in the pattern's order, casts and views between them aside.
-    inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter); of a
+    ops: the graph's ops in the pattern's order, without casts and views between them.
+    inputs: the graph's op, or the number, for each parameter of the pattern (None: it does not matter); for a
         recorded pattern the op as a Ref, or the literal.
     outputs: the graph's ops that hold the results.
     casts: whether the graph converts dtypes where the pattern does not. refused: why `where=` said no.
@@ -52,13 +52,13 @@ class Match:
 
     @property
     def root(self) -> str:
-        """The first output that is computed, not passed on."""
+        """Return the first output that is computed, not passed on."""
         return next((o for o in self.outputs if o in self.ops), self.ops[-1])
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A match that is none, because `winner`, of an earlier pattern, has its op `op`."""
+    """A match is lost if `winner`, a match of an earlier pattern, has its op `op`."""
 
     match: Match
     winner: Match
@@ -66,10 +66,11 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Found:
-    """matches: those of earlier patterns first; no op is in two. declined: to which `where=` said no.
+class MatchResult:
+    """A result holds all matches of some patterns in one graph.
 
-    lost: overlaps, where a watched pattern is on either side. graph: what was searched.
+    matches: matches of earlier patterns first; no op is in two. declined: matches to which `where=` said no.
+    lost: overlaps in which a watched pattern is on either side. graph: the graph that was searched.
     """
 
     matches: tuple[Match, ...]
@@ -79,7 +80,7 @@ class Found:
 
 
 def find(patterns: Iterable[Traced], dag: OpDag, *, exact: bool = False) -> tuple[Match, ...]:
-    """All matches. See `match_all`."""
+    """Return all matches. See `match_all`."""
     return match_all(patterns, dag, exact=exact).matches
 
 
@@ -91,15 +92,15 @@ def match_all(
     origins: Origins = NO_ORIGINS,
     watched: Collection[Pattern] = frozenset(),
     accepts: Callable[[Match], bool] | None = None,
-) -> Found:
-    """Where patterns are, and where they would be but for others.
+) -> MatchResult:
+    """Match patterns in a graph. The result also has matches that `where=` or an overlap rules out.
 
-    exact: tensors have the pattern's rank, not leading dimensions besides, and are of floats where the
-    example is. origins: what `where=` is told
-    of the graph's inputs. watched: patterns whose overlaps are recorded, which takes a comparison each.
-    accepts: what is asked instead of `where=`. Recorded patterns must be alone among themselves.
+    exact: tensors have the pattern's rank, without more leading dimensions, and are of floats if the example
+    is. origins: what `where=` learns about the graph's inputs. watched: patterns whose overlaps are recorded,
+    which takes a comparison each. accepts: a predicate that replaces `where=`. Recorded patterns must not be
+    mixed with others.
 
-    Raises PredicateError where a predicate raises.
+    Raises PredicateError if a predicate raises.
     """
     patterns = tuple(patterns)
     graph = Indexed(dag, strict=any(traced.recorded for traced in patterns))
@@ -135,16 +136,16 @@ def match_all(
                 matches.append(match)
             else:
                 declined.append(match)
-    return Found(tuple(matches), tuple(declined), tuple(lost), graph)
+    return MatchResult(tuple(matches), tuple(declined), tuple(lost), graph)
 
 
 def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:
-    """Whether the first two operands of an operator may change places; not where one of them is scaled."""
+    """True if the first two operands of an operator may change places, and none of them is scaled."""
     return key in COMMUTATIVE and all(len(c) >= 2 and c.get("alpha", 1) == 1 for c in calls)
 
 
 def _reads_others(traced: Traced, p: str, graph: Indexed, g: str) -> bool:
-    """Whether an operand of the pattern's op p can be none of those of the graph's op g: a look ahead."""
+    """True if an operand of the pattern's op p can be no operand of the graph's op g: a look ahead."""
     read = graph.reads[g]
     missing = traced.indexed.reads[p] - read - {"placeholder"}
     return bool(missing) and not (traced.saved and "placeholder" in read)
@@ -162,8 +163,8 @@ def _match_at(traced: Traced, graph: Indexed, first: str, candidate: str, exact:
 
 @dataclass(frozen=True)
 class State:
-    """A state has what is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number, and
-    parameter of a recorded pattern -> literal."""
+    """A state holds what is bound so far: pattern op -> graph op, size symbol -> size, parameter -> number,
+    and parameter of a recorded pattern -> literal."""
 
     ops: Mapping[str, str]
     sizes: Mapping[sympy.Symbol, Dim]
@@ -172,19 +173,19 @@ class State:
 
 
 def of_one_kind(a: Op, b: Op) -> bool:
-    """Whether two tensors are both of floats, or neither."""
+    """True if two tensors are both of floats, or neither is."""
     return [m.dtype.is_floating_point for m in a.outputs] == [m.dtype.is_floating_point for m in b.outputs]
 
 
 def is_literal(value: object) -> bool:
-    """True for an argument that is no result of another op and no size that is only known at run time."""
+    """True if an argument is neither the result of another op nor a size that is only known at run time."""
     if isinstance(value, tuple):
         return all(map(is_literal, value))
     return not isinstance(value, Ref | sympy.Expr)
 
 
 class Unifier:
-    """Yields the states in which parts of a pattern are parts of a graph."""
+    """A unifier yields the states in which parts of a pattern are parts of a graph."""
 
     def __init__(self, traced: Traced, graph: Indexed, exact: bool) -> None:
         self.traced, self.pattern, self.graph, self.exact = traced, traced.indexed, graph, exact
@@ -192,7 +193,7 @@ class Unifier:
         self.open = frozenset(traced.tensors.values()) if traced.recorded else frozenset[str]()
 
     def further(self, states: Iterator[State], output: str) -> Iterator[State]:
-        """The same states with another output of the pattern found."""
+        """Yield the states in which another output of the pattern is bound too."""
         for state in states:
             if self.pattern.bare[output] in state.ops:
                 yield state
@@ -201,7 +202,7 @@ class Unifier:
                 yield from self.ops(output, candidate, state)
 
     def ops(self, p: str, g: str, state: State) -> Iterator[State]:
-        """States in which the pattern's op p is the graph's op g."""
+        """Yield the states in which the pattern's op p is the graph's op g."""
         p, raw = self.pattern.bare[p], g
         g = self.graph.bare[g]
         if p in state.literals:
@@ -214,7 +215,7 @@ class Unifier:
         self.steps += 1
         if self.steps > MOST_STEPS * len(self.pattern.op):
             return
-        # A parameter is what reads it sees: with its cast, where there is one.
+        # A parameter is bound to the op that its reader reads, casts included.
         parameter = mine.target == "placeholder"
         boundary = parameter or (self.traced.saved and theirs.target == "placeholder")
         if not boundary and (
@@ -244,7 +245,7 @@ class Unifier:
             yield from self.values([*swapped, *((ours[n], other[n]) for n in names[2:])], bound)
 
     def values(self, pairs: Sequence[tuple[object, object]], state: State) -> Iterator[State]:
-        """States in which each pair of arguments is equal."""
+        """Yield the states in which each pair of arguments is equal."""
         if not pairs:
             yield state
             return
@@ -281,7 +282,7 @@ class Unifier:
             yield state
 
     def size(self, mine: object, theirs: object, state: State) -> State | None:
-        """The state in which a size of the pattern equals one of the graph."""
+        """Return the state in which a size of the pattern equals one of the graph; None if it cannot."""
         if isinstance(theirs, bool) or not isinstance(theirs, int | float | sympy.Expr):
             return None
         if isinstance(mine, sympy.Symbol) and mine not in state.sizes:
@@ -299,7 +300,8 @@ class Unifier:
         return state if sympy.expand(sympy.sympify(value) - sympy.sympify(theirs)) == 0 else None
 
     def shapes(self, mine: Op, theirs: Op, state: State) -> State | None:
-        """The state in which an op has the shape of the pattern's, perhaps with more dimensions in front."""
+        """Return the state in which an op has the shape of the pattern's, perhaps with more dimensions in
+        front; None if it cannot."""
         if self.traced.recorded:
             return state
         if len(mine.outputs) != len(theirs.outputs) or not mine.outputs:
@@ -316,13 +318,11 @@ class Unifier:
         return current
 
     def match(self, state: State) -> Match | None:
-        """The finished match; None where what forward saved leaves too little of a gradient."""
+        """Return the finished match; None if it has too few ops of a gradient, as forward saved the rest."""
         placeholders = set(self.traced.tensors.values())
-        given = set(self.graph.dag.inputs)
+        saved = set(self.graph.dag.inputs) if self.traced.saved else set[str]()
         order = [n for n in self.pattern.op if n in state.ops and n not in placeholders]
-        ops = tuple(
-            dict.fromkeys(state.ops[n] for n in order if not (self.traced.saved and state.ops[n] in given))
-        )
+        ops = tuple(dict.fromkeys(op for op in map(state.ops.__getitem__, order) if op not in saved))
         outputs = tuple(state.ops[self.pattern.bare[o]] for o in self.traced.dag.outputs)
         if self.traced.recorded:
             arguments = tuple(

@@ -1,4 +1,4 @@
-"""What came closest to a pattern that was not found, and where the two first differ.
+"""Find the part of a graph that is closest to a pattern without a match, and where the two first differ.
 
 The two graphs are compared from an op of each down to their inputs, past differences: each op of the
 pattern stands beside one of the graph, and is like it or not. Only users' patterns without a match are
@@ -22,16 +22,16 @@ from fusion_compiler.passes.patterns.indexed import Indexed, computes, key_of
 from fusion_compiler.passes.patterns.match import State, Unifier, is_commutative, of_one_kind
 from fusion_compiler.passes.patterns.trace import Traced
 
-MOST_COMPARISONS = 2000  # of ops, for one pattern in one graph
-ANY = "…"  # another op's value
+MOST_COMPARISONS = 2000  # comparisons of ops, for one pattern in one graph
+ANY = "…"  # stands for another op's value
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How far a pattern is like the graph around one op.
+    """An attempt says how far a pattern is like the graph around one op.
 
-    paired: op of the pattern -> of the graph. alike: ops of the pattern that are as in the graph.
-    differences: what is not, from the results to the inputs.
+    paired: op of the pattern -> op of the graph. alike: ops of the pattern that are as in the graph.
+    differences: texts on ops that differ, from the results to the inputs.
     """
 
     anchor: str
@@ -41,7 +41,8 @@ class Attempt:
 
 
 def closest(traced: Traced, graph: Indexed, *, exact: bool = False) -> str:
-    """A sentence on a pattern without a match: what is missing, or what came closest and differs first."""
+    """Return a sentence on a pattern without a match: what is missing, or what came closest and differs
+    first."""
     missing = sorted(traced.operators - graph.at.keys())
     attempt = _best(traced, graph, exact)
     near = "" if attempt is None else _sentence(attempt, traced, graph.dag)
@@ -53,7 +54,7 @@ def closest(traced: Traced, graph: Indexed, *, exact: bool = False) -> str:
 
 
 def place(dag: OpDag, name: str) -> str:
-    """Where an op comes from, as "model.py:12", or its name."""
+    """Return an op's source line, as "model.py:12", or its name."""
     source = dag.op(name).source or _source(dag, name)
     return f"{Path(source.file).name}:{source.line}" if source is not None and source.file else f"op {name}"
 
@@ -71,12 +72,12 @@ def _sentence(attempt: Attempt, traced: Traced, dag: OpDag) -> str:
 
 
 def _computing(traced: Traced) -> list[str]:
-    """Ops of the pattern, its results first: its inputs, and casts, do not count."""
+    """Return the ops of the pattern, its results first, without its inputs and casts."""
     return [n for n in reversed(traced.dag.order) if computes(traced.indexed.op[n], traced.dag)]
 
 
 def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
-    """The attempt with most ops alike; of equal ones that with the rarer operators."""
+    """Return the attempt with most ops alike; of equal attempts the one with the rarer operators."""
 
     def worth(attempt: Attempt) -> tuple[int, float]:
         rarity = sum(1 / len(graph.at[traced.indexed.key[p]]) for p in attempt.alike)
@@ -96,7 +97,7 @@ def _best(traced: Traced, graph: Indexed, exact: bool) -> Attempt | None:
 
 @dataclass
 class _Walk:
-    """What an attempt has gathered so far."""
+    """A walk holds what an attempt has gathered so far."""
 
     paired: dict[str, str] = field(default_factory=dict[str, str])
     alike: set[str] = field(default_factory=set[str])
@@ -117,7 +118,7 @@ class _Comparison:
         self.exact, self.unifier = exact, Unifier(traced, graph, exact)
 
     def attempt(self, anchor: str, candidate: str) -> Attempt | None:
-        """The pattern beside the graph, its op `anchor` at `candidate`; None where time is up."""
+        """Compare the pattern with the graph, its op `anchor` at `candidate`; None if no steps are left."""
         first, outputs = self.traced.root, [self.pattern.bare[o] for o in self.traced.dag.outputs]
         try:
             walk = self.ops(anchor, candidate, _Walk())
@@ -130,13 +131,13 @@ class _Comparison:
         return Attempt(candidate, walk.paired, frozenset(walk.alike), tuple(walk.differences))
 
     def readers(self, anchor: str, candidate: str, first: str) -> str:
-        """What reads the two ops where the walk began below the pattern's first result."""
+        """Return how the readers of the two ops differ if the walk began below the pattern's first result."""
         ours, theirs = _reader(self.pattern, anchor), _reader(self.graph, candidate)
-        found = "a result of the graph" if theirs is None else self.shown(self.graph.op[theirs])
-        return self.other(found, self.wanted(first if ours is None else ours))
+        actual = "a result of the graph" if theirs is None else self.shown(self.graph.op[theirs])
+        return self.other(actual, self.wanted(first if ours is None else ours))
 
     def further(self, output: str, walk: _Walk) -> _Walk:
-        """With another result of the pattern, where it is most alike."""
+        """Return the walk with another result of the pattern at the place where it is most alike."""
         if output in walk.paired:
             return walk
         tries = [self.ops(output, c, walk.copy()) for c in self.graph.at.get(self.pattern.key[output], ())]
@@ -146,7 +147,7 @@ class _Comparison:
         return max(tries, key=_likeness)
 
     def ops(self, p: str, g: str, walk: _Walk) -> _Walk:
-        """The pattern's op p beside the graph's op g, and what they read."""
+        """Compare the pattern's op p with the graph's op g, and then their operands."""
         if next(self.steps, None) is None:
             raise _OutOfSteps
         p, raw = self.pattern.bare[p], g
@@ -178,7 +179,7 @@ class _Comparison:
         return self.operands(p, g, walk)
 
     def past(self, mine: Op, theirs: Op, walk: _Walk) -> _Walk:
-        """What two different operators read, where that is alike again."""
+        """Compare the operands of two different operators; keep the result if some ops are alike again."""
         if len(mine.inputs) != len(theirs.inputs):
             return walk
         below = walk.copy()
@@ -187,7 +188,7 @@ class _Comparison:
         return below if len(below.alike) > len(walk.alike) else walk
 
     def operands(self, p: str, g: str, walk: _Walk) -> _Walk:
-        """The arguments of two ops of the same operator, those of commutative ones both ways."""
+        """Compare the arguments of two ops of the same operator, both ways if it is commutative."""
         ours, other = self.pattern.arguments(p), self.graph.arguments(g)
         names = [n for n in ours if n in other]
         orders = [[(ours[n], other[n]) for n in names]]
@@ -197,7 +198,7 @@ class _Comparison:
         return max((self.pairs(p, g, order, walk.copy()) for order in orders), key=_likeness)
 
     def pairs(self, p: str, g: str, order: list[tuple[object, object]], walk: _Walk) -> _Walk:
-        """Arguments one beside another: constants make the op like the other, tensors are gone down."""
+        """Compare pairs of arguments: ops are alike if their constants are; tensors are compared in turn."""
         flat = [pair for a, b in order for pair in _flat(a, b)]
         tensors = [(a.name, b.name) for a, b in flat if isinstance(a, Ref) and isinstance(b, Ref)]
         for a, b in flat:
@@ -221,9 +222,9 @@ class _Comparison:
             return f"{what} of {len(other)} dimensions where the pattern has {len(ours)}"
         return f"{what} of shape {_shape(other)} where the pattern has {_shape(ours)}"
 
-    def other(self, found: str, wanted: str) -> str:
-        same = " on other values" if found == wanted else ""
-        return f"{found}{same} where the pattern has {wanted}"
+    def other(self, actual: str, wanted: str) -> str:
+        same = " on other values" if actual == wanted else ""
+        return f"{actual}{same} where the pattern has {wanted}"
 
     def wanted(self, p: str) -> str:
         return _call(self.pattern.op[p], self.traced)
@@ -237,13 +238,13 @@ def _likeness(walk: _Walk) -> tuple[int, int]:
 
 
 def _reader(graph: Indexed, name: str) -> str | None:
-    """The first op that reads another, casts looked through."""
+    """Return the first op that reads another, casts looked through."""
     readers = (n for n, op in graph.op.items() if name in map(graph.bare.get, op.inputs))
     return next((n for n in readers if computes(graph.op[n], graph.dag)), None)
 
 
 def _flat(a: Any, b: Any) -> list[tuple[object, object]]:
-    """Lists of tensors one by one."""
+    """Return the pairs of elements of two lists, or the pair itself."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return list(zip(a, b, strict=True))
     return [(a, b)]
@@ -254,7 +255,7 @@ def _shape(shape: tuple[object, ...]) -> str:
 
 
 def _call(op: Op, traced: Traced | None) -> str:
-    """An op as a call, other ops' values as dots: "mul(…, 0.5)"; of a pattern, its open numbers by name."""
+    """Return an op as a call, other ops' values as dots: "mul(…, 0.5)"; open numbers are "any number"."""
     if op.target in ("placeholder", "get_attr"):
         return f"the input {op.name}" if traced is None else _argument_name(op, traced)
     numbers = {} if traced is None else traced.numbers
@@ -268,9 +269,9 @@ def _call(op: Op, traced: Traced | None) -> str:
             return "any number"
         return str(value) if isinstance(value, sympy.Expr | torch.dtype) else repr(value)
 
-    given = [text(v) for v in op.args if not (isinstance(v, int) and v >= 2**62)]  # slices to the end
+    positional = [text(v) for v in op.args if not (isinstance(v, int) and v >= 2**62)]  # slices to the end
     named = [f"{k}={text(v)}" for k, v in op.kwargs if v is not None]
-    return f"{key_of(op)}({', '.join([*given, *named])})"
+    return f"{key_of(op)}({', '.join([*positional, *named])})"
 
 
 def _argument_name(op: Op, traced: Traced) -> str:

@@ -1,4 +1,4 @@
-"""What a plan says of the user's patterns: where they matched, what came closest, who won an overlap."""
+"""Notes of a plan on the user's patterns: where they matched, what came closest, who won an overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.decision import Decision, Decisions, noted
-from fusion_compiler.passes.patterns.match import Found, Lost, Match
+from fusion_compiler.passes.patterns.match import Lost, Match, MatchResult
 from fusion_compiler.passes.patterns.nearest import closest, place
 from fusion_compiler.passes.patterns.trace import Traced
 from fusion_compiler.patterns import USER_NAMESPACE, Pattern
@@ -18,16 +18,16 @@ MOST_PLACES = 3
 
 
 def not_found(
-    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern], *, exact: bool = False
+    patterns: Sequence[Traced], result: MatchResult, watched: Collection[Pattern], *, exact: bool = False
 ) -> list[tuple[str, str]]:
-    """(name, why there is no match) of the watched patterns that have none."""
-    matched = {(m.pattern, m.name) for m in (*found.matches, *(x.match for x in found.lost))}
+    """Return (name, why there is no match) for each watched pattern that has none."""
+    matched = {(m.pattern, m.name) for m in (*result.matches, *(x.match for x in result.lost))}
     notes: list[tuple[str, str]] = []
     for traced in patterns:
         if traced.pattern not in watched or (traced.pattern, traced.name) in matched:
             continue
-        refused = [m for m in found.declined if (m.pattern, m.name) == (traced.pattern, traced.name)]
-        why = _declined(refused, found.graph.dag) if refused else closest(traced, found.graph, exact=exact)
+        refused = [m for m in result.declined if (m.pattern, m.name) == (traced.pattern, traced.name)]
+        why = _declined(refused, result.graph.dag) if refused else closest(traced, result.graph, exact=exact)
         notes.append((traced.name, f"never matched: {why}"))
     return notes
 
@@ -44,22 +44,22 @@ def _declined(matches: Sequence[Match], dag: OpDag) -> str:
 
 
 def places(names: Sequence[str], dag: OpDag) -> str:
-    """The source lines of ops, each once: "at model.py:12, model.py:30 and 4 more"."""
+    """Return the source lines of ops, each once: "at model.py:12, model.py:30 and 4 more"."""
     lines = list(dict.fromkeys(place(dag, n) for n in names))
     more = f" and {len(lines) - MOST_PLACES} more" if len(lines) > MOST_PLACES else ""
     return f"at {', '.join(lines[:MOST_PLACES])}{more}"
 
 
-def overlaps(found: Found, watched: Collection[Pattern]) -> list[tuple[str, str]]:
-    """(name, who won) for each pair of patterns that overlap, under the name of the user's pattern that
-    lost, or, where a pattern that ships lost, of the one that won."""
+def overlaps(result: MatchResult, watched: Collection[Pattern]) -> list[tuple[str, str]]:
+    """Return (name, who won) for each pair of patterns that overlap, under the name of the user's pattern
+    that lost, or of the one that won if a built-in pattern lost."""
     notes: dict[tuple[str, str, bool], list[Lost]] = {}
-    for x in found.lost:
+    for x in result.lost:
         is_loser = x.match.pattern in watched
         notes.setdefault((x.match.name, x.winner.name, is_loser), []).append(x)
     texts: list[tuple[str, str]] = []
     for (loser, winner, is_loser), each in notes.items():
-        op, where = each[0].op, places([x.op for x in each], found.graph.dag)
+        op, where = each[0].op, places([x.op for x in each], result.graph.dag)
         times = f" {len(each)} times" if len(each) > 1 else ""
         name, verb = (
             (loser, f"lost op {op} to {winner}") if is_loser else (winner, f"took op {op} from {loser}")
@@ -69,9 +69,9 @@ def overlaps(found: Found, watched: Collection[Pattern]) -> list[tuple[str, str]
 
 
 def notes_of_hints(
-    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern], *, backward: bool
+    patterns: Sequence[Traced], result: MatchResult, watched: Collection[Pattern], *, backward: bool
 ) -> Decisions:
-    """Return what became of the user's hints in one graph. Empty where there are none.
+    """Return what became of the user's hints in one graph, empty if there are none.
 
     backward: the graph is a backward one, in which only the gradients of patterns are expected.
     """
@@ -79,31 +79,31 @@ def notes_of_hints(
     if not hints:
         return ()
     notes: list[Decision] = []
-    dag = found.graph.dag
-    matched = Counter(m.name for m in found.matches if m.pattern in watched)
+    dag = result.graph.dag
+    matched = Counter(m.name for m in result.matches if m.pattern in watched)
     for name, times in matched.items():
         count = "once" if times == 1 else f"{times} times"
-        where = places([m.root for m in found.matches if m.name == name], dag)
+        where = places([m.root for m in result.matches if m.name == name], dag)
         notes.append(noted(name, f"matched {count}, {where}"))
-    notes += [noted(name, text) for name, text in overlaps(found, watched)]
+    notes += [noted(name, text) for name, text in overlaps(result, watched)]
     expected = [t for t in hints if t.saved or not backward]
-    notes += [noted(name, text + _after_kernels(dag)) for name, text in not_found(expected, found, watched)]
+    notes += [noted(name, text + _after_kernels(dag)) for name, text in not_found(expected, result, watched)]
     return tuple(notes)
 
 
 def _after_kernels(dag: OpDag) -> str:
-    """Kernels of the user's that stand in the graph: what they replaced is not there for hints."""
+    """Return a note on user kernels in the graph, whose ops are gone for hints; "" if there are none."""
     targets = [str(dag.op(n).target) for n in dag.order]
     names = {t.split(".")[1].rpartition("_")[0] for t in targets if t.startswith(USER_NAMESPACE)}
     return f" (kernels go first: {', '.join(sorted(names))} took ops above autograd)" if names else ""
 
 
 def notes_of_rules(
-    patterns: Sequence[Traced], found: Found, watched: Collection[Pattern]
+    patterns: Sequence[Traced], result: MatchResult, watched: Collection[Pattern]
 ) -> tuple[Decision, ...]:
-    """What became of rewrites and kernels without a match; each match has a note of its own."""
+    """Return what became of rewrites and kernels without a match; each match has a note of its own."""
     rows = [
-        *overlaps(found, watched),
-        *not_found(patterns, found, watched, exact=True),
+        *overlaps(result, watched),
+        *not_found(patterns, result, watched, exact=True),
     ]
     return tuple(noted(name, text) for name, text in rows)

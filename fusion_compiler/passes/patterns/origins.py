@@ -1,4 +1,4 @@
-"""Where the tensors of a graph come from: what a pattern's `where=` is told beside shapes and dtypes."""
+"""Origins of a graph's tensors, which a pattern's `where=` gets beside shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Verdict = bool | str
 def is_wanted(pattern: Pattern, inputs: tuple[Any, ...], dag: OpDag, o: Origins) -> Verdict:
     """Return what the pattern's `where=` says of a match, True without one. A string is a reason to refuse.
 
-    inputs: an op or a number for each argument. A gradient that needs none of an argument's values cannot
-    be asked about, and neither can a size that only data decides: no.
+    inputs: an op or a number for each argument. The answer is no if a gradient needs none of an
+    argument's values, or if the predicate asks about a size that only data decides.
 
-    Raises PredicateError where the predicate raises.
+    Raises PredicateError if the predicate raises.
     """
     if pattern.where is None:
         return True
-    given: list[Any] = []
+    arguments: list[Any] = []
     for value, example in zip(inputs, pattern.example, strict=False):
         if value is None:
             if isinstance(example, Tensor):
                 return False
             value = example
-        given.append(_described(value, dag, o) if isinstance(value, str) else value)
+        arguments.append(_described(value, dag, o) if isinstance(value, str) else value)
     try:
-        verdict = pattern.where(*given)
+        verdict = pattern.where(*arguments)
         return verdict if isinstance(verdict, str) else bool(verdict)
     except GuardOnDataDependentSymNode:
         return False
@@ -70,7 +70,7 @@ def _requires_grad(name: str, dag: OpDag, origins: Origins) -> bool:
 
 
 def _line_of(error: Exception) -> Source | None:
-    """The innermost line of the user's that raised."""
+    """Return the innermost line of the user's code that raised; None if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not is_library(frame.filename):
             return Source("", frame.filename, frame.lineno or 0, (frame.line or "").strip())

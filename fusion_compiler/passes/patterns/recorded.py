@@ -1,9 +1,9 @@
-"""Patterns without an example: calls of ATen operators, recorded on parameters that stand for anything.
+"""Patterns without an example: calls of ATen operators are recorded on parameters that stand for anything.
 
     relu(conv2d(x, w, b, stride))     x, w: tensors of any shape; b: a tensor or None; stride: any list
 
-Operators match themselves, overloads included, and no cast is looked through. The ops that such a pattern may
-match are those behind its candidates, so the rest of a graph is not read.
+Operators match themselves, overloads included, and no cast is looked through. Such a pattern may
+match only ops behind its candidates, so the rest of a graph is not read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusion_compiler.patterns import Pattern
 
 
 class Recorded:
-    """A node of a graph for code that is called on it: operators that it calls become nodes of the graph.
+    """A Recorded stands for a node of a graph: operators that code calls on it become nodes of the graph.
 
     like: the node from which the new ones inherit their origin, and whose graph has FakeTensors as values;
         None where nodes have no values. Other attributes are those of the value: shape, dtype, dim().
@@ -64,7 +64,7 @@ class Recorded:
 
 
 def recomputed(value: Any) -> Any:
-    """Return a value, which backward had better compute again than have saved."""
+    """Return a value, marked so that backward rather computes it again than saves it."""
     if isinstance(value, Recorded):
         value.node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     return value
@@ -96,7 +96,7 @@ def roots_of(traced: Traced, graph: fx.Graph) -> list[fx.Node]:
 
 
 def region(gm: fx.GraphModule, roots: Mapping[fx.Node, int]) -> OpDag:
-    """Return what lies behind some nodes, each at most so many ops before it, without costs."""
+    """Return what lies behind some nodes, at most so many ops before each, without costs."""
     inside: set[fx.Node] = set()
     edge: set[fx.Node] = set()
     for root, depth in roots.items():
@@ -109,9 +109,9 @@ def region(gm: fx.GraphModule, roots: Mapping[fx.Node, int]) -> OpDag:
 
 
 def _dag(gm: fx.GraphModule, nodes: Iterable[fx.Node], inside: Iterable[fx.Node]) -> OpDag:
-    """Return a DAG of some nodes. inside: those whose operands are among them; others are its inputs.
+    """Return a DAG of some nodes. inside: the nodes whose operands are among them; others are its inputs.
 
-    Of shapes it only has ranks, and it has no edges: matching compares no sizes, and goes from an op to what
+    The DAG has ranks instead of shapes, and no edges: matching compares no sizes, and goes from an op to what
     it reads.
     """
     graph: nx.DiGraph[str] = nx.DiGraph()

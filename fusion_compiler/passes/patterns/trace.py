@@ -1,4 +1,4 @@
-"""Patterns as operator DAGs: their code, traced on sizes that stand for any."""
+"""Patterns as operator DAGs: their code is traced on sizes that stand for any."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ WILDCARD = 0.73105857863  # floats among a pattern's arguments are traced as thi
 
 @dataclass(frozen=True)
 class Traced:
-    """A pattern as an operator DAG. tensors, numbers: parameter position -> placeholder or float.
+    """Traced holds a pattern as an operator DAG.
 
+    tensors: parameter position -> placeholder. numbers: float of the trace -> parameter position.
     recorded: whether the code was recorded without an example (`recorded.py`): its ops have no shapes, and
         its parameters stand for tensors, numbers, lists and None alike.
     """
@@ -50,13 +51,13 @@ class Traced:
 
     @functools.cached_property
     def root(self) -> str:
-        """The first output that is computed: matching starts at it."""
+        """Return the first output that is computed: matching starts at it."""
         inputs = set(self.dag.inputs)
         return next(b for b in (self.indexed.bare[o] for o in self.dag.outputs) if b not in inputs)
 
     @functools.cached_property
     def depth(self) -> int:
-        """The most ops that follow each other, after a parameter."""
+        """Return the largest number of ops that follow each other, after a parameter."""
         depths: dict[str, int] = {}
         for name in self.dag.order:
             depths[name] = 1 + max((depths[read] for read in self.dag.op(name).inputs), default=-1)
@@ -71,7 +72,7 @@ class Traced:
 
 @contextlib.contextmanager
 def apart() -> Generator[None]:
-    """As if no capture were under way: patterns are traced, and run, whenever they are first needed."""
+    """Suspend the capture that may be under way: patterns are traced, and run, when they are first needed."""
     with (
         unset_fake_temporarily(),
         tracing(None),
@@ -91,19 +92,19 @@ def _table() -> Mapping[Any, Callable[..., Any]]:
 
 @functools.cache
 def traced_hint(pattern: ClusterHint) -> Traced:
-    """A hint by our decompositions. Raises InvalidPatternError."""
+    """Trace a hint with our decompositions. Raises InvalidPatternError."""
     with apart():
         return trace(pattern, pattern.code, pattern.name, _table())
 
 
 @functools.cache
 def traced_gradient(pattern: ClusterHint) -> Traced:
-    """The gradient of a hint to its first tensor. Raises InvalidPatternError."""
+    """Trace the gradient of a hint to its first tensor. Raises InvalidPatternError."""
 
     def gradient(*arguments: Any) -> torch.Tensor:
-        *given, tangent = arguments
-        first = given[0].detach().requires_grad_()
-        return torch.autograd.grad(pattern.code(first, *given[1:]), first, tangent)[0]
+        *inputs, tangent = arguments
+        first = inputs[0].detach().requires_grad_()
+        return torch.autograd.grad(pattern.code(first, *inputs[1:]), first, tangent)[0]
 
     with apart():
         example = (*pattern.example, torch.ones_like(pattern.code(*pattern.example)))
@@ -112,7 +113,7 @@ def traced_gradient(pattern: ClusterHint) -> Traced:
 
 @functools.cache
 def traced_above_autograd(pattern: Pattern) -> Traced:
-    """A rewrite or user's kernel as ATen above autograd, composite operators whole.
+    """Trace a rewrite or user's kernel as ATen above autograd; composite operators stay whole.
 
     Raises InvalidPatternError.
     """
@@ -125,16 +126,16 @@ def traced_above_autograd(pattern: Pattern) -> Traced:
 
 
 def check_numbers(pattern: Pattern) -> None:
-    """Raises InvalidPatternError where the code computes with one of its floats in Python: what comes of it
-    would be a constant of the pattern."""
+    """Raise InvalidPatternError if the code computes with one of its floats in Python: the result would be a
+    constant of the pattern."""
     tensors = [v for v in pattern.example if isinstance(v, torch.Tensor)]
     floats = [i for i, v in enumerate(pattern.example) if isinstance(v, float)]
 
     def constants(base: float) -> list[object]:
-        """The floats of its trace, the open ones by their positions."""
+        """Return the floats of the code's trace, the open ones by their positions."""
 
-        def run(*given: torch.Tensor) -> Any:
-            supply = iter(given)
+        def run(*values: torch.Tensor) -> Any:
+            supply = iter(values)
             tensor_or = (next(supply) if isinstance(v, torch.Tensor) else v for v in pattern.example)
             return pattern.code(*(base + i if i in floats else v for i, v in enumerate(tensor_or)))
 
@@ -161,19 +162,19 @@ def trace(
     *,
     saved: bool = False,
 ) -> Traced:
-    """`code` on sizes that stand for any, or, where it takes no others, on those of the example.
+    """Trace `code` on sizes that stand for any, or on those of the example if the code takes no others.
 
     table: decompositions; None for ATen above autograd.
 
-    Raises InvalidPatternError for what cannot be traced.
+    Raises InvalidPatternError if the code cannot be traced.
     """
     example = pattern.example if example is None else example
     tensors = [i for i, v in enumerate(example) if isinstance(v, torch.Tensor)]
     fixed = [WILDCARD + i if isinstance(v, float) else v for i, v in enumerate(example)]
 
-    def run(*given: torch.Tensor) -> Any:
+    def run(*values: torch.Tensor) -> Any:
         arguments = list(fixed)
-        for position, value in zip(tensors, given, strict=True):
+        for position, value in zip(tensors, values, strict=True):
             arguments[position] = value
         return code(*arguments)
 
@@ -182,13 +183,13 @@ def trace(
     try:
         try:
             gm, symbols = _traced(run, [example[i] for i in tensors], large, table), large
-        except RuntimeError:  # a view to literal sizes, for instance
+        except RuntimeError:  # the code has a view to literal sizes, for instance
             gm, symbols = _traced(run, [example[i] for i in tensors], {}, table), {}
     except Exception as error:
         raise InvalidPatternError(pattern=name, detail=f"{type(error).__name__}: {error}") from error
     dag = _symbolic(build(gm), {value: sympy.Symbol(f"n{size}", positive=True, integer=True)
                                 for size, value in symbols.items()})  # fmt: skip
-    # Each result counts, one that is returned twice too.
+    # Each result counts, also if it is returned twice.
     returned = pytree.tree_leaves(gm.graph.output_node().args)
     dag = replace(dag, outputs=tuple(n.name for n in returned if isinstance(n, fx.Node)))
     if not dag.outputs or all(bare(dag, o) in dag.inputs for o in dag.outputs):
@@ -208,7 +209,8 @@ def _traced(
     sizes: Mapping[int, int],
     table: Mapping[Any, Any] | None,
 ) -> fx.GraphModule:
-    """By the table's decompositions, or, without one, above autograd with composite operators whole."""
+    """Trace with the table's decompositions, or, without a table, above autograd with composite operators
+    whole."""
     with FakeTensorMode():
         shapes = [[sizes.get(s, s) for s in v.shape] for v in values]
         fakes = [torch.empty(s, dtype=v.dtype, device="cpu") for s, v in zip(shapes, values, strict=True)]
@@ -220,7 +222,7 @@ def _traced(
 def _recorded(
     run: Callable[..., Any], fakes: Sequence[torch.Tensor], table: Mapping[Any, Any]
 ) -> fx.GraphModule:
-    """What make_fx(run, table)(*fakes) gives, aliases aside, in a third of the time: no proxies."""
+    """Return the graph of make_fx(run, table)(*fakes), aliases aside, in a third of the time: no proxies."""
     recorder = _Recorder(table)
     for fake in fakes:
         recorder.bind(fake, recorder.graph.placeholder(f"arg{len(recorder.nodes)}_1"))
@@ -232,22 +234,21 @@ def _recorded(
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operator that is dispatched, or what its decomposition dispatches."""
+    """A recorder writes down every operator that is dispatched, or what its decomposition dispatches."""
 
     def __init__(self, table: Mapping[Any, Any]) -> None:
         super().__init__()
         self.table = table
         self.graph = fx.Graph()
-        self.nodes: dict[
-            int, tuple[torch.Tensor, fx.Node]
-        ] = {}  # with the tensor, so that its id stays its own
+        # Tensors are kept beside their nodes, so that no other tensor gets the same id.
+        self.nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
     def bind(self, value: torch.Tensor, node: fx.Node) -> None:
         self.nodes[id(value)] = (value, node)
         node.meta["val"] = value
 
     def named(self, values: Any) -> Any:
-        """Nodes in the place of tensors; a tensor from elsewhere becomes a constant."""
+        """Return values with nodes in the place of tensors; a tensor from elsewhere becomes a constant."""
         return pytree.tree_map_only(torch.Tensor, self._node, values)
 
     def _node(self, value: torch.Tensor) -> fx.Node:
@@ -258,7 +259,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # prim.device: what a FakeTensor is asked for
+        if func.namespace == "prim":  # FakeTensors are asked for prim.device
             return func(*args, **kwargs)
         with self:
             simpler = self.table[func](*args, **kwargs) if func in self.table else NotImplemented
@@ -281,7 +282,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _symbolic(dag: OpDag, symbols: Mapping[int, sympy.Symbol]) -> OpDag:
-    """The same with symbols for the sizes that stand for any."""
+    """Return a DAG with symbols for the sizes that stand for any."""
 
     def of(value: Any) -> Any:
         if isinstance(value, tuple):
