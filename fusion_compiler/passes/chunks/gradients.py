@@ -112,7 +112,7 @@ def _cut(rewriter: chunk.Rewriter) -> Chunked | None:
         return None
     region, loop = rewriter.looped(survey.region(survey.frontier))
     stored = [n.name for n in region.inputs if n.op != "placeholder" and survey.is_wide(n)]
-    if stored:  # the gradient of a hidden layer: another of its size is there anyway
+    if stored:  # the gradient of a hidden layer: another tensor of its size is stored anyway
         raise RefusedError(f"{stored[0]}, as large, is stored")
     sums = sum(_wide_bytes(n) for n in region.exits if isinstance(region.nodes[n], Over))
     if 3 * (sums + loop.saved // loop.count) > 2 * loop.saved:

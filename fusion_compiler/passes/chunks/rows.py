@@ -66,7 +66,7 @@ def result(node: fx.Node, rows_of: Mapping[fx.Node, Rows]) -> Rows | Over:
     if target in _TURNS:
         return _turned(_order(node), rows)
     if target is aten.slice.Tensor or target is aten.constant_pad_nd.default or target in _ALONG:
-        return rows  # `operands` checks that they are not what is cut, padded or looked up along
+        return rows  # `operands` refuses rows along which it cuts, pads or looks up
     if target is aten.select.int:
         return rows.moved(-1 if _selected(node) < rows.start else 0)
     if spec is not None and spec.kind is Kind.REDUCTION and spec.combine:
