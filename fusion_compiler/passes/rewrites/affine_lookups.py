@@ -6,7 +6,7 @@
     x[arange(len(x)), chosen]           ->   x.gather(1, chosen[:, None]).squeeze(1)
 
 Each replacement is a copy, as a lookup is. The gradient of a lookup by data adds up rows by their numbers;
-the gradient of a slice is a slice, and in the last form one element of each row has a gradient.
+that of a slice adds nothing up, and in the last form one element of each row has a gradient.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ class _Step:
 
 
 def softmax_of(node: fx.Node) -> Softmax | None:
-    """Return `node` as a softmax, also if it is written as exp(x - max(x)) / sum(exp(x - max(x))), or
-    None."""
+    """Return `node` as a softmax, also written as exp(x - max(x)) / sum(exp(x - max(x))), or None."""
     if node.target in _SOFTMAXES:
         named = arguments(node)
         return Softmax(
@@ -472,8 +471,7 @@ def _weights(axes: Axes, layout: Layout, steps: tuple[_Step, ...]) -> tuple[floa
 
 
 def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, Layout]:
-    """Return the last contiguous one of the views and copies that alone read the second product, and its
-    layout."""
+    """Return (node, layout) of the last contiguous view or copy that alone reads the second product."""
     last = root, _ = product.node, layout
     while len(root.users) == 1 and next(iter(root.users)).target in _LAYOUTS:
         (root,) = root.users
@@ -487,8 +485,7 @@ def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, 
 
 
 def _check_numbers(first: fx.Node, second: fx.Node, softmax: Softmax, steps: tuple[_Step, ...]) -> None:
-    """Raise Refused for products without elements, and for scores with more digits than a fused kernel
-    has."""
+    """Raise Refused for empty products, and for scores with more digits than a fused kernel has."""
     if 0 in shape_of(first) or 0 in shape_of(second):
         raise Refused("there is nothing to compute")
     dtypes = {n.meta["val"].dtype for n in (first, softmax.result, *(s.node for s in steps))}

@@ -82,8 +82,7 @@ def _scale(call: fx.Node, multiplied: fx.Node, factor: float, nodes: Nodes) -> f
 
 
 def _by_rows(call: fx.Node, written: set[fx.Node]) -> list[Replacement]:
-    """Copy the operands whose rows are not contiguous, if these alone keep an attention call from a
-    kernel."""
+    """Copy operands whose rows are not contiguous, if only these keep an attention call from a kernel."""
     return [
         Replacement(functools.partial(_copy, call, operand, names), f"{names} copied row by row")
         for operand, names in _crossed(call).items()

@@ -72,8 +72,7 @@ def _filled(node: fx.Node) -> float | None:
 
 
 def _stored(node: fx.Node) -> float | None:
-    """Return the value of a literal of the model's code (torch.tensor(0.5)), as the trace stores it, or
-    None."""
+    """Return the number of a literal of the model's code, torch.tensor(0.5), as traces store it, or None."""
     if any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
         return None
     literal = getattr(node.graph.owning_module, str(node.target), None)

@@ -63,8 +63,7 @@ def shows(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """True if a node's strides may depend on those of its operands: for views, and if it is not in row
-    order."""
+    """True if a node's strides may depend on its operands': it is a view, or not in row order."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_contiguous():
         return True

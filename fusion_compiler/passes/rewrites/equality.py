@@ -156,17 +156,16 @@ def _results(code: Code, inputs: Sequence[Any], generic: bool, tangent: Tangent,
         live = [o for o in outputs if o.requires_grad]
         tangents = [tangent(o.shape).to(o.dtype) for o in live]
         sources = [v for v in fresh if is_float(v) and generic]
-        taken: Sequence[Tensor | None] = [None] * len(sources)
+        grads: Sequence[Tensor | None] = [None] * len(sources)
         if live:
-            taken = torch.autograd.grad(live, sources, tangents, allow_unused=True)
+            grads = torch.autograd.grad(live, sources, tangents, allow_unused=True)
     torch.set_rng_state(state)
-    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(sources, taken, strict=True)]
+    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(sources, grads, strict=True)]
     return _Results([o.detach() for o in outputs], gradients)
 
 
 def _pairs(rule: Rewrite, trial: Trial, before: _Results, after: _Results) -> list[_Pair]:
-    """Return the results in pairs. Raises InvalidPatternError if the sides have different numbers of
-    results."""
+    """Return pairs of results. Raises InvalidPatternError if the sides return different numbers of them."""
     if len(before.outputs) != len(after.outputs):
         detail = f"its code returns {len(before.outputs)} tensors, its replacement {len(after.outputs)}"
         raise InvalidPatternError(pattern=rule.name, detail=detail)

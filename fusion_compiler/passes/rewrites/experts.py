@@ -64,8 +64,7 @@ def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]
 
 
 def _key(call: fx.Node) -> Key:
-    """Return (offsets, number of rows, number of matrices) of a call, which say which matrix a row belongs
-    to."""
+    """Return (offsets, number of rows, number of matrices), which determine the matrix of each row."""
     named = arguments(call)
     rows, matrices = (named[n].meta["val"].shape[0] for n in ("self", "mat2"))
     return named["offs"], dim_of(rows), matrices

@@ -109,8 +109,7 @@ def _ceiling(n: int) -> int:
 
 
 def _chunk(call: fx.Node) -> int:
-    """Return the keys of a chunk: few enough for every multiprocessor to read some, at most what a tile
-    holds."""
+    """Return the keys of a chunk: few enough to keep every multiprocessor reading, and to fit a tile."""
     named = arguments(call)
     batch, heads, *_ = named["key"].meta["val"].shape
     keys = hinted(_keys(call))

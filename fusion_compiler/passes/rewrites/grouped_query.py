@@ -80,8 +80,7 @@ def _refusal(call: fx.Node) -> str:
 
 
 def repeated(heads: fx.Node) -> fx.Node | None:
-    """Return the [batch, heads / n, length, size] tensor whose heads `heads` repeats n times each, or
-    None."""
+    """Return the [batch, heads / n, length, size] tensor of which `heads` repeats each head, or None."""
     if heads.target is _aten.repeat_interleave.self_int:
         named = arguments(heads)
         rank = heads.meta["val"].dim()

@@ -83,8 +83,7 @@ def routing_of(offsets: fx.Node, matrices: int, written: set[fx.Node]) -> Routin
 
 
 def _sort_of(offsets: fx.Node, matrices: int) -> fx.Node:
-    """Return the sort of offsets = cumsum(histc(sort(ids)[0])), with a bin for each number. Raises
-    Refused."""
+    """Return the sort in offsets = cumsum(histc(sort(ids)[0])), one bin a number. Raises Refused."""
     total = _through(offsets, _CONVERSIONS)
     if total.target is not _aten.cumsum.default:
         raise Refused("its offsets are no sums of counts")

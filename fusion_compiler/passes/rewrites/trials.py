@@ -106,8 +106,7 @@ class Trial:
 
 
 def trials(rule: Rewrite) -> Iterator[Trial]:
-    """Yield trials of the example's sizes first, then of others, unless integer tensors depend on the
-    sizes."""
+    """Yield trials of the example's sizes, then of others, unless integer tensors depend on sizes."""
     fixed = any(isinstance(v, Tensor) and not is_float(v) for v in rule.example)
     for grown in (1,) if fixed else (1, 3):
         shapes = [_grown(v, grown) for v in rule.example]
@@ -117,8 +116,7 @@ def trials(rule: Rewrite) -> Iterator[Trial]:
 
 
 def small(rule: Rewrite, like: Trial, seed: int, sizes: Mapping[int, int]) -> Trial:
-    """Return a trial like another in tensors that fit a line, rounded. sizes: size of the example ->
-    small."""
+    """Return a trial like another with rounded tensors that fit a line. sizes: of the example -> small."""
     shapes = [[sizes.get(s, s) for s in v.shape] if is_float(v) else [] for v in rule.example]
     return trial(rule, like.kind, seed, like.of, shapes, short=True)
 

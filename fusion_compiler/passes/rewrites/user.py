@@ -47,8 +47,7 @@ def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) ->
 
 
 def check_reachable(patterns: Sequence[Pattern]) -> None:
-    """Raise PatternConflictError for two patterns that replace the same op, so that the later never
-    applies."""
+    """Raise PatternConflictError for two patterns of the same op, of which the later never applies."""
     chosen = [p for p in patterns if isinstance(p, Rewrite | UserKernel)]
     for i, later in enumerate(chosen):
         dag = traced_above_autograd(later).dag
@@ -110,8 +109,7 @@ def _shows(output: fx.Node, inputs: Sequence[fx.Node]) -> bool:
 
 
 def _number(value: Any, example: Any) -> Any:
-    """Return the example's float for one that the match left open, and integers that stand for one as
-    floats."""
+    """Return a float parameter's value: the example's if the match left it open, integers as floats."""
     if isinstance(example, float):
         return example if value is None else float(value)
     return value

@@ -26,8 +26,7 @@ _AUTOCAST = tuple(getattr(_KEYS, name) for name in dir(_KEYS) if name.startswith
 
 @functools.cache
 def operator_of(kernel: UserKernel, check: Check | None = None) -> OpOverload:
-    """Return the operator that calls `kernel.run`, with contiguous results in the dtypes of its code's
-    results.
+    """Return the operator that calls `kernel.run`. Its results are contiguous, in the dtypes of the code's.
 
     check: called for the first call with each set of shapes; if it returns False, the code's results are
     returned, then and later. Each compilation has its own check, and the kernel is another operator for each.

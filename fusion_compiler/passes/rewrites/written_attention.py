@@ -11,8 +11,7 @@ after this one prove masks causal. The results stay eager's, also in rows that a
 
 Rows that are proved to show something (attention_mask.shows_every_row) need none of this. Other readers of
 scores or probabilities, arithmetic that attention does not have, and calls for which PyTorch has no fused
-kernel are refused, with the reason. Inside the call, scores and probabilities are float32, whatever they
-were.
+kernel are refused, with the reason. Inside the call, scores and probabilities are float32.
 """
 
 from __future__ import annotations
@@ -155,8 +154,7 @@ class _Call:
     # -- operands -------------------------------------------------------------------------------------
 
     def _in_dtype(self, operand: Operand, product: int = 0) -> Operand:
-        """Return an operand of a product in the dtype of the call. Raises Refused if that has fewer
-        digits."""
+        """Return a product's operand in the dtype of the call. Raises Refused if that has fewer digits."""
         node = operand.node
         while base_name(node) in ("to", "_to_copy") and _fits(
             node.all_input_nodes[0], node.meta["val"].dtype
@@ -300,8 +298,7 @@ class _Call:
         return shown
 
     def _bias(self) -> fx.Node | None:
-        """Emit the sum of all biases of the scores, in the dtype of the call, or return None if there are
-        none."""
+        """Emit the sum of all biases of the scores in the call's dtype. Return None if there are none."""
         total: fx.Node | None = None
         for bias in self.attention.biases:
             term = self._over_keys(bias.of)
@@ -336,7 +333,7 @@ def _unpermuted(operand: Operand) -> Operand:
 def _two(attention: Attention, now: Any) -> tuple[Dim, Dim]:
     """Return the dimensions of a batch as two: the first one of the scores, and all others.
 
-    If the scores have one dimension, it is unfolded first.
+    If the batch is one dimension, its axes are taken as the dimensions.
     """
     dims = [now(d) for d in attention.batch]
     if len(dims) == 1:
