@@ -11,13 +11,13 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
-from fusion_compiler.passes.chunks.made import counted
+from fusion_compiler.passes.chunks.generated import counted
 from fusion_compiler.passes.chunks.region import Region
 from fusion_compiler.passes.chunks.rows import Over, factors, shape
 
 aten = torch.ops.aten
 
-# Operators that are told the sizes of their results, and the position of those among the arguments.
+# Operators that take the sizes of their results as an argument, and the position of that argument.
 _SIZES: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -36,9 +36,9 @@ def chunked(
     exact: frozenset[fx.Node] = frozenset(),
     unit: str = "rows",
 ) -> Chunked:
-    """The loop over a region's rows, `chunk` at a time; its inputs are those of the region, in order.
+    """Return the loop over a region's rows, `chunk` at a time; its inputs are those of the region, in order.
 
-    exact: sums and products over the rows that are returned as they were added up, in float32.
+    exact: sums and products over the rows that are returned in float32, as they were added up.
     """
     sizes = {min(chunk, rows), rows % chunk} - {0}
     bodies = {size: _Body(region, size, exact) for size in sorted(sizes, reverse=True)}
@@ -67,17 +67,17 @@ class _Body:
         self.module = fx.GraphModule({}, self.graph)
 
     def _input(self, node: fx.Node, rows: Rows | None) -> fx.Node:
-        made = self.graph.placeholder(node.name)
+        part = self.graph.placeholder(node.name)
         value = node.meta["val"]
         if rows is not None:
             with self.mode:
                 value = flattened(value, rows).narrow(rows.stop - 1, 0, self.size)
-        made.meta = {**node.meta, "val": value}
+        part.meta = {**node.meta, "val": value}
         numbers = counted(node)
-        return made if rows is None or numbers is None else self._counted(made, rows.stop - 1, numbers[1])
+        return part if rows is None or numbers is None else self._counted(part, rows.stop - 1, numbers[1])
 
     def _counted(self, part: fx.Node, dim: int, step: int) -> fx.Node:
-        """A chunk of i, i + step, ...: only the first is read."""
+        """Compute a chunk of i, i + step, ... from its first element, so that no other is read."""
         value = part.meta["val"]
         like = {"dtype": value.dtype, "device": value.device, "requires_grad": False}
         first = self._call(part, aten.slice.Tensor, part, dim, 0, 1)
@@ -97,7 +97,7 @@ class _Body:
         return self._call(node, node.target, *arguments, **options)
 
     def _view(self, node: fx.Node, source: fx.Node, sizes: list[int]) -> fx.Node:
-        """A view of a chunk, which may be a part of a larger tensor; a copy where there is none."""
+        """View a chunk, which may be a part of a larger tensor, in other sizes, or copy it if needed."""
         try:
             return self._call(node, aten.view.default, source, sizes)
         except (RuntimeError, ValueError):
@@ -115,9 +115,9 @@ class _Body:
         values = map_arg((arguments, options), lambda n: n.meta["val"])
         with self.mode, torch.no_grad():
             value = target(*values[0], **values[1])
-        made = self.graph.create_node("call_function", target, arguments, options, like.name)
-        made.meta = {**like.meta, "val": value}
-        return made
+        call = self.graph.create_node("call_function", target, arguments, options, like.name)
+        call.meta = {**like.meta, "val": value}
+        return call
 
     def _result(self, node: fx.Node) -> Result:
         place, value = self.region.nodes[node], node.meta["val"]
@@ -133,5 +133,5 @@ class _Body:
 
 
 def examples(body: fx.GraphModule) -> Sequence[Any]:
-    """What a body is called with, as FakeTensors."""
+    """Return the arguments of a body as FakeTensors."""
     return [node.meta["val"] for node in body.graph.find_nodes(op="placeholder")]

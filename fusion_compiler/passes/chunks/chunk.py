@@ -5,11 +5,11 @@
     dlogits = g(logits, labels, gradient)                 dh * gradient
     dh, dw = mm(dlogits, w.T), mm(h.T, dlogits)           dw * gradient
 
-A pass over the joint graph of forward and backward. The gradients are made in the forward pass, for a
-gradient of one, where they are proven to be proportional to that of the loss; the products are then the same.
-Elsewhere backward computes the logits again, one product more: the gradient differs from row to row, depends
-on what all rows give, or is in float16, where it is scaled before it is rounded so that small numbers
-survive.
+This is a pass over the joint graph of forward and backward. Where the gradients are proven to be proportional
+to that of the loss, they are computed in the forward pass, for a gradient of one; the products are then the
+same. Elsewhere backward computes the logits again, one product more: there the gradient differs from row to
+row, depends on a result of all rows, or is in float16, where it is scaled before it is rounded so that small
+numbers survive.
 
 Liu et al., "Liger Kernel", 2024, section 3.2; Inductor's auto-chunker.
 """
@@ -49,14 +49,15 @@ RULE = "chunked loss"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Which logits are worth it.
+    """The limits that say which logits are worth a loop, and how large its chunks are.
 
-    bytes: below, they are no matter. width: they are at least as many times as wide as the hidden states;
-    else the sums of the weight's gradient, 8 bytes read and written a chunk for each 2 of a weight, move too
-    much. rows: of a chunk, about. A product over `rows` rows takes 2 * rows operations for each number that
-    it adds to, 8 bytes read and written: 2048 rows are 512 operations a byte, twice what an H200 does while
-    it moves one. columns: of a chunk of the logits' columns, about: what is then summed over the chunks is as
-    wide as the hidden states. alignment: columns of a chunk are a multiple, as products over others are slow.
+    bytes: the least size of logits. width: the least number of times that logits are as wide as the hidden
+    states; in narrower ones the sums of the weight's gradient, 8 bytes read and written a chunk for each 2 of
+    a weight, move too much. rows: of a chunk, about. A product over `rows` rows takes 2 * rows operations for
+    each number that it adds to, 8 bytes read and written: 2048 rows are 512 operations a byte, twice what an
+    H200 does while it moves one. columns: of a chunk of the logits' columns, about; the sums over such chunks
+    are as wide as the hidden states. alignment: columns of a chunk are a multiple of it, as products over
+    other numbers of columns are slow.
     """
 
     bytes: int = 256 << 20
@@ -66,13 +67,13 @@ class Limits:
     alignment: int = 64
 
     def chunk(self, rows: int) -> int:
-        """Rows of a chunk: equal chunks where the rows can be cut into such, else the last is smaller."""
+        """Return the rows of a chunk, so that chunks are equal if possible; else the last is smaller."""
         least = math.ceil(rows / self.rows)
         equal = (n for n in range(least, 2 * least) if rows % n == 0)
         return math.ceil(rows / next(equal, least))
 
     def slice(self, columns: int) -> int:
-        """Columns of a chunk; the last one has what is left."""
+        """Return the columns of a chunk; the last chunk has the remaining ones."""
         each = math.ceil(columns / math.ceil(columns / self.columns))
         return math.ceil(each / self.alignment) * self.alignment
 
@@ -81,8 +82,7 @@ LIMITS = Limits()
 
 
 def chunk_losses(graph: fx.Graph) -> Decisions:
-    """Cut into chunks, in place, all large logits of a joint or an inference graph of which only a loss is
-    wanted."""
+    """Cut into chunks, in place, all large logits of a joint or an inference graph that only a loss needs."""
     notes: list[Decision] = []
     gradients = dependents(graph, tangents(graph))
     large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
@@ -104,7 +104,7 @@ def _is_large(node: fx.Node, limits: Limits) -> bool:
 
 
 class _NoLossError(Exception):
-    """The rows are those of a hidden layer."""
+    """The product is that of a hidden layer: no loss is computed from it."""
 
 
 def _chunk(graph: fx.Graph, node: fx.Node) -> Decision:
@@ -112,16 +112,16 @@ def _chunk(graph: fx.Graph, node: fx.Node) -> Decision:
     try:
         if not all(isinstance(n, int) for n in (*sizes, *factors(node)[0].meta["val"].shape)):
             raise RefusedError("its sizes vary from call to call")
-        told = Rewriter(graph, node).run()
+        note = Rewriter(graph, node).run()
     except RefusedError as reason:
         if not _has_loss(graph, node):
             raise _NoLossError from reason
         return Decision(RULE, node.name, Outcome.REFUSED, f"{node.name} {sizes} is stored whole: {reason}")
-    return Decision(RULE, node.name, Outcome.DONE, told)
+    return Decision(RULE, node.name, Outcome.DONE, note)
 
 
 def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
-    """Whether something smaller is computed from logits, in the forward pass."""
+    """True if the forward pass computes something smaller from logits."""
     backward = dependents(graph, tangents(graph))
     values = (n.meta.get("val") for n in dependents(graph, [logits]) - backward)
     size = logits.meta["val"].numel()
@@ -129,21 +129,21 @@ def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
 
 
 class Rewriter:
-    """One region of a graph and what takes its place.
+    """One region of a graph and the loops that take its place.
 
-    made: what is read in place of a node: results of a loop, and copies for a gradient of one.
-    columns: what is called rows are the logits' columns.
+    replacements: the node that is read in place of another: a result of a loop, or a copy for a gradient of
+    one. columns: True if the loop is over the logits' columns, which are then what names call rows.
     """
 
     def __init__(
         self, graph: fx.Graph, logits: fx.Node, where: Rows = OF_A_MATRIX, *, columns: bool = False
     ) -> None:
         self.graph, self.logits, self.columns = graph, logits, columns
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.replacements: dict[fx.Node, fx.Node] = {}
         self.survey = Survey(graph, (logits,), where)
 
     def run(self) -> str:
-        """Rewrite the graph and say what was done. Raises RefusedError, and has changed nothing then."""
+        """Rewrite the graph and return a note of it. Raises RefusedError, with the graph as it was."""
         while True:
             try:
                 return self._cut()
@@ -162,7 +162,7 @@ class Rewriter:
             loop = self.looped(survey.region(forward))
             self._fill()
             self.replace(*loop)
-            return self._told(loop[1], "")
+            return self._text(loop[1], "")
         try:
             factor = self._factor(backward)
             loop = self.looped(survey.region(survey.frontier), frozenset(backward))
@@ -172,18 +172,18 @@ class Rewriter:
             self._fill()
             self.replace(*first)
             self.replace(*again)
-            return self._told(first[1], f"; computed again in backward: {reason}")
+            return self._text(first[1], f"; computed again in backward: {reason}")
         self._fill()
         self._make_unit(loop[0], factor)
         self.replace(*loop, factor)
-        return self._told(loop[1], "; gradients made in the forward pass")
+        return self._text(loop[1], "; gradients made in the forward pass")
 
-    def _told(self, loop: Chunked, how: str) -> str:
+    def _text(self, loop: Chunked, how: str) -> str:
         names = ", ".join(n.name for n in self.survey.logits)
         return f"{names} {shape(self.logits)} in {loop.size}{how}"
 
     def _factor(self, backward: Sequence[fx.Node]) -> fx.Node:
-        """The scalar to which all gradients that leave the region are proportional."""
+        """Return the scalar that all gradients of the region are proportional to. Raises RefusedError."""
         if self.logits.meta["val"].dtype is torch.float16:
             raise RefusedError("gradients in float16 are scaled before they are rounded")
         sources = [t for t in self.survey.tangents if not dependents(self.graph, [t]).isdisjoint(backward)]
@@ -197,40 +197,44 @@ class Rewriter:
         return factor
 
     def _fill(self) -> None:
-        """ones_like(x) -> full(x's sizes, 1): the number of labels, a sum of such ones, is known before the
-        loop."""
+        """Replace ones_like(x) by full(x's sizes, 1), which reads no x.
+
+        The number of labels, a sum of such ones, can then be computed before the loop.
+        """
         for node in filter(of_sizes, list(self.graph.nodes)):
             value: Any = node.meta["val"]
             number = node.args[1] if FILLED[node.target] is None else FILLED[node.target]
             options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
             with self.graph.inserting_before(node):
-                made = self.graph.call_function(aten.full.default, (list(value.shape), number), options)
-            made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
-            self.made[node] = made
+                full = self.graph.call_function(aten.full.default, (list(value.shape), number), options)
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
+            self.replacements[node] = full
 
     def _make_unit(self, region: Region, factor: fx.Node) -> None:
-        """Make what the region reads and depends on the loss's gradient for a gradient of one."""
+        """Compute the region's inputs that depend on the loss's gradient in the forward pass, for a gradient
+        of one."""
         for node in sorted(_before(region.inputs, self.survey.backward), key=self.survey.order.__getitem__):
             with self.graph.inserting_before(region.exits[0]):
                 if node is factor:
                     value = factor.meta["val"]
                     options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-                    made = self.graph.call_function(aten.full.default, ([], 1), options)
+                    copy = self.graph.call_function(aten.full.default, ([], 1), options)
                 else:
-                    made = self.graph.node_copy(node, lambda n: self.made.get(n, n))
-            made.meta = {**node.meta, **_FORWARD}
-            self.made[node] = made
+                    copy = self.graph.node_copy(node, lambda n: self.replacements.get(n, n))
+            copy.meta = {**node.meta, **_FORWARD}
+            self.replacements[node] = copy
 
     def looped(self, region: Region, exact: frozenset[fx.Node] = frozenset()) -> tuple[Region, Chunked]:
-        """The loop that takes a region's place; exact: what is not rounded to 16 bits yet."""
+        """Return a region and the loop that takes its place. exact: the results that are not yet rounded to
+        16 bits. Raises RefusedError."""
         for node in region.exits:
             if not node.meta["val"].is_contiguous():
                 raise RefusedError(f"{node.name} is not contiguous")
         survey = self.survey
-        wide = [n.meta["val"] for n in survey.known if survey.is_wide(n) and n not in survey.backward]
-        if self.logits.op == "placeholder":  # of a gradient what products read
-            read = (n for end in survey.ends for n in end.all_input_nodes if n in survey.known)
+        wide = [n.meta["val"] for n in survey.rows_of if survey.is_wide(n) and n not in survey.backward]
+        if self.logits.op == "placeholder":  # for a gradient: the tensors that products read
+            read = (n for end in survey.ends for n in end.all_input_nodes if n in survey.rows_of)
             wide = [n.meta["val"] for n in read if survey.is_wide(n)]
         saved = max(value.numel() * value.dtype.itemsize for value in wide)
         size = LIMITS.slice(survey.rows) if self.columns else LIMITS.chunk(survey.rows)
@@ -238,24 +242,24 @@ class Rewriter:
         return region, chunked(region, self.logits.name, survey.rows, size, saved, exact, unit)
 
     def replace(self, region: Region, loop: Chunked, factor: fx.Node | None = None) -> None:
-        """Let a loop's results take the place of the region's; the gradients among them times `factor`."""
+        """Put a loop's results in the place of the region's, the gradients among them times `factor`."""
         survey, graph = self.survey, self.graph
         backward = factor is None and all(n in survey.backward for n in region.exits)
         origin = (region.exits if backward else survey.logits)[0].meta
         tag = {} if backward else _FORWARD
         with graph.inserting_before(region.exits[0]):
-            inputs = tuple(self.made.get(n, n) for n in region.inputs)
+            inputs = tuple(self.replacements.get(n, n) for n in region.inputs)
             call = graph.create_node("call_function", loop, inputs, {}, loop.__name__)
             values = tuple(_value(n, result) for n, result in zip(region.exits, loop.results, strict=True))
             call.meta = {**origin, **tag, "val": values}
         for position, node in enumerate(region.exits):
             with graph.inserting_before(node):
-                made = graph.call_function(operator.getitem, (call, position))
-                made.meta = {**node.meta, **tag, "val": values[position]}
+                item = graph.call_function(operator.getitem, (call, position))
+                item.meta = {**node.meta, **tag, "val": values[position]}
                 if factor is not None and node in survey.backward:
-                    made = _times(made, factor, node)
-            node.replace_all_uses_with(made)
-            self.made[node] = made
+                    item = _times(item, factor, node)
+            node.replace_all_uses_with(item)
+            self.replacements[node] = item
         _sort(graph)
         graph.eliminate_dead_code()
 
@@ -264,7 +268,7 @@ _FORWARD = {"partitioner_tag": "is_forward"}
 
 
 def _value(node: fx.Node, result: Result) -> Any:
-    """What a loop returns for a node, as a FakeTensor of its own."""
+    """Return a new FakeTensor of the value that a loop returns for a node."""
     value: Any = node.meta["val"]
     dtype = value.dtype if isinstance(result, Joined) else result.dtype
     with fake_mode([value]):
@@ -272,32 +276,32 @@ def _value(node: fx.Node, result: Result) -> Any:
 
 
 def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
-    """value * factor, in the dtype of the value."""
-    made = like.graph.call_function(aten.mul.Tensor, (value, factor))
+    """Emit value * factor in the dtype of `like`, the node that it replaces."""
+    scaled = like.graph.call_function(aten.mul.Tensor, (value, factor))
     wanted = like.meta["val"].dtype
     with fake_mode([like.meta["val"]]):
         product = value.meta["val"] * factor.meta["val"]
-    made.meta = {**like.meta, "val": product}
+    scaled.meta = {**like.meta, "val": product}
     if product.dtype != wanted:
-        made = like.graph.call_function(aten._to_copy.default, (made,), {"dtype": wanted})
-        made.meta = dict(like.meta)
-    return made
+        scaled = like.graph.call_function(aten._to_copy.default, (scaled,), {"dtype": wanted})
+        scaled.meta = dict(like.meta)
+    return scaled
 
 
 def _before(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """What `nodes` are computed from among `within`, and those of them that are."""
-    found: set[fx.Node] = set()
+    """Return the nodes of `within` that are among `nodes` or that these are computed from."""
+    reached: set[fx.Node] = set()
     stack = [n for n in nodes if n in within]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             stack += [n for n in node.all_input_nodes if n in within]
-    return found
+    return reached
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Put every node behind those that it reads; others keep their order."""
+    """Put every node behind the nodes that it reads, and keep the order otherwise."""
     done: set[fx.Node] = set()
     output = graph.output_node()
     for node in list(graph.nodes):

@@ -1,16 +1,16 @@
-"""Gradients of large logits that are stored: made one chunk of rows after the other in backward.
+"""Gradients of large stored logits are computed one chunk after the other in backward.
 
     g = f(logits, labels, loss's gradient)
     dx = mm(g, w)                                ->    dx, dw = chunked(logits, labels, gradient, w, x)
     dw = mm(g.T, x)
 
-Chunks are of columns where they can be: what the loss needs of a whole row is saved, each chunk then makes
-its rows of dw, and only dx, as narrow as the hidden states, is summed over them.
+Chunks are of columns where possible: the loss's reductions of whole rows are saved, each chunk computes its
+rows of dw, and only dx, as narrow as the hidden states, is summed over the chunks.
 
-Where logits are returned beside their loss they have to be stored, and their gradient, as large, is at the
-peak of a training step. Only products and sums over the rows read it, so that it is never needed whole. It is
-the same region as of a loss (`region.py`), which begins at the stored logits. A pass over a backward graph,
-where it is known which results have a gradient.
+Logits that are returned beside their loss have to be stored, and their gradient, as large, is at the peak of
+a training step. Only products and sums over the rows read it, so that it is never needed as one tensor. The
+region is the same as that of a loss (`region.py`), but begins at the stored logits. This is a pass over a
+backward graph, where it is known which results have a gradient.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dep
 from fusion_compiler.passes.chunks.rows import PRODUCTS, Over, factors, shape
 
 RULE = "chunked gradient"
-ALIGNED = 8  # columns: products over others are slow
+ALIGNED = 8  # columns are a multiple of it: products over other numbers are slow
 
 
 def chunk_gradients(graph: fx.Graph) -> Decisions:
-    """Cut into chunks, in place, the gradients of all large logits that a backward graph is given."""
+    """Cut into chunks, in place, the gradients of all large logits that are arguments of a backward graph."""
     notes: list[Decision] = []
     sum_one_hot(graph)
     for node in large_logits(graph):
         try:
             notes += _chunk(graph, node)
         except (RefusedError, AnotherError) as reason:
-            told = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
-            notes.append(Decision(RULE, node.name, Outcome.REFUSED, told))
+            text = f"the gradient of {node.name} {shape(node)} is stored whole: {reason}"
+            notes.append(Decision(RULE, node.name, Outcome.REFUSED, text))
     return tuple(notes)
 
 
 def large_logits(graph: fx.Graph) -> list[fx.Node]:
-    """The arguments of a backward graph that may be logits worth it."""
+    """Return the arguments of a backward graph that may be logits worth a loop."""
     return [node for node in graph.find_nodes(op="placeholder") if _may_be_logits(graph, node)]
 
 
 def _may_be_logits(graph: fx.Graph, node: fx.Node) -> bool:
-    """Large, of matrix shape, wider than the hidden states by as much as chunked logits are, and of a
-    gradient: what a product with something narrow reads is made of it."""
+    """True if an argument is large and of matrix shape, wider than the hidden states by as much as chunked
+    logits are, and has a gradient: a tensor as large, computed from it, is multiplied by a narrow one."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return False
@@ -70,46 +70,49 @@ def _may_be_logits(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
-    """The least width of what is multiplied by something as large as the logits and made of them."""
+    """Return the least width of the matrices that are multiplied by a tensor as large as the logits and
+    computed from them, or None if there are none."""
     least = math.prod(shape(logits)) // 2
     after = dependents(graph, [logits])
-    found: list[int] = []
+    widths: list[int] = []
     for node in after:
         if node.target in PRODUCTS:
             wide = [n for n in factors(node) if n in after and math.prod(shape(n)) > least]
             others = [n for n in factors(node) if n not in wide]
-            found += [math.prod(shape(n)) // shape(factors(node)[0])[1] for n in others if wide]
-    return min(found, default=None)
+            widths += [math.prod(shape(n)) // shape(factors(node)[0])[1] for n in others if wide]
+    return min(widths, default=None)
 
 
 def _chunk(graph: fx.Graph, logits: fx.Node) -> Decisions:
     rank = len(shape(logits))
-    told = f"the gradient of {logits.name} {shape(logits)} in "
+    text = f"the gradient of {logits.name} {shape(logits)} in "
     try:
         if shape(logits)[-1] % ALIGNED:
             raise RefusedError(f"{shape(logits)[-1]} is no multiple of {ALIGNED}")
-        found = _cut(chunk.Rewriter(graph, logits, Rows(rank - 1, rank), columns=True))
+        loop = _cut(chunk.Rewriter(graph, logits, Rows(rank - 1, rank), columns=True))
         how = ""
     except (RefusedError, AnotherError) as reason:
         how = f"; not of columns: {reason}"
         try:
-            found = _cut(chunk.Rewriter(graph, logits, Rows(0, rank - 1)))
+            loop = _cut(chunk.Rewriter(graph, logits, Rows(0, rank - 1)))
         except (RefusedError, AnotherError) as other:
             raise RefusedError(f"{other}{how}") from other
-    if found is None:
+    if loop is None:
         return ()
-    return (Decision(RULE, logits.name, Outcome.DONE, f"{told}{found.size}{how}"),)
+    return (Decision(RULE, logits.name, Outcome.DONE, f"{text}{loop.size}{how}"),)
 
 
 def _cut(rewriter: chunk.Rewriter) -> Chunked | None:
-    """Put a loop in the gradient's place; None where nothing as large is made. Raises RefusedError and
-    AnotherError, with the graph as it was."""
+    """Put a loop in the gradient's place and return it, or None if nothing as large is computed.
+
+    Raises RefusedError and AnotherError, with the graph as it was.
+    """
     survey, logits = rewriter.survey, rewriter.logits
-    if not any(survey.is_wide(n) for n in survey.known if n is not logits):
+    if not any(survey.is_wide(n) for n in survey.rows_of if n is not logits):
         return None
     region, loop = rewriter.looped(survey.region(survey.frontier))
     stored = [n.name for n in region.inputs if n.op != "placeholder" and survey.is_wide(n)]
-    if stored:  # the gradient of a hidden layer: another of its size is there anyway
+    if stored:  # the gradient of a hidden layer: another tensor of its size is stored anyway
         raise RefusedError(f"{stored[0]}, as large, is stored")
     sums = sum(_wide_bytes(n) for n in region.exits if isinstance(region.nodes[n], Over))
     if 3 * (sums + loop.saved // loop.count) > 2 * loop.saved:
@@ -119,7 +122,7 @@ def _cut(rewriter: chunk.Rewriter) -> Chunked | None:
 
 
 def _wide_bytes(node: fx.Node) -> int:
-    """Of a sum over chunks, which is kept in float32."""
+    """Return the bytes of a sum over chunks, which is kept in float32."""
     value = node.meta["val"]
     return value.numel() * wide(value.dtype).itemsize
 

@@ -1,5 +1,4 @@
-"""Whether gradients are a factor times what they are for a factor of one: read from the graph, step by
-step."""
+"""A proof, read from the graph step by step, that gradients are proportional to a factor."""
 
 from __future__ import annotations
 
@@ -24,19 +23,22 @@ _QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
 
 
 def linear(graph: fx.Graph, factor: fx.Node) -> set[fx.Node]:
-    """The nodes that are proportional to `factor`, and it."""
-    found = {factor}
+    """Return `factor` and the nodes that are proportional to it."""
+    proportional = {factor}
     after = {factor}
     for node in graph.nodes:
         if not of_sizes(node) and not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-            if _is_linear(node, {n: n in found for n in node.all_input_nodes if n in after}):
-                found.add(node)
-    return found
+            if _is_linear(node, {n: n in proportional for n in node.all_input_nodes if n in after}):
+                proportional.add(node)
+    return proportional
 
 
 def _is_linear(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
-    """reads: the operands that depend on the factor, and whether they are proportional to it."""
+    """True if a node is proportional to the factor.
+
+    reads: the operands that depend on the factor, and whether they are proportional to it.
+    """
     if not all(reads.values()) or node.op != "call_function":
         return False
     target, operands = node.target, [a for a in node.args if isinstance(a, fx.Node)]
@@ -73,7 +75,7 @@ def _puts_together(node: fx.Node) -> bool:
 
 
 def is_zero(value: Any) -> bool:
-    """A number, or a tensor that is made of one, that is zero."""
+    """True for the number zero, and for a tensor that is filled with it."""
     if isinstance(value, fx.Node):
         if value.target in (aten.expand.default, aten.zeros_like.default):
             return value.target is aten.zeros_like.default or is_zero(value.args[0])

@@ -2,8 +2,8 @@
 
     sum(where(arange(n) == label, x, 0), dim, keepdim=True)    ->    where(0 <= label < n, x, 0)
 
-A loss's gradient begins with such rows, as large as the logits. Where a sum over them is needed before any of
-its elements, they would be made twice.
+A loss's gradient begins with such rows, as large as the logits. Where their sum is needed before any of the
+gradient's elements, they would be computed twice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
+from fusion_compiler.passes.chunks.generated import counted
 from fusion_compiler.passes.chunks.linear import is_zero
-from fusion_compiler.passes.chunks.made import counted
 from fusion_compiler.passes.chunks.rows import shape
 
 aten = torch.ops.aten
@@ -34,12 +34,12 @@ def sum_one_hot(graph: fx.Graph) -> None:
         if label is None or not isinstance(value, fx.Node) or not is_zero(chosen.args[2]):
             continue
         with graph.inserting_before(node):
-            made = _chosen(node, label, value, shape(chosen)[dim])
+            replacement = _chosen(node, label, value, shape(chosen)[dim])
             if not named["keepdim"]:
-                made = emit(node, aten.squeeze.dim, made, dim)
-        if shape(made) != shape(node) or made.meta["val"].dtype != node.meta["val"].dtype:
-            continue  # some rows are the same: the sum is of the wider
-        node.replace_all_uses_with(made)
+                replacement = emit(node, aten.squeeze.dim, replacement, dim)
+        if shape(replacement) != shape(node) or replacement.meta["val"].dtype != node.meta["val"].dtype:
+            continue  # label and value are broadcast: the sum has more rows than they have
+        node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
 
 
@@ -50,8 +50,8 @@ def _chosen(node: fx.Node, label: fx.Node, value: fx.Node, classes: int) -> fx.N
 
 
 def _label(chosen: fx.Node, dim: int) -> fx.Node | None:
-    """What 0, 1, ... along a dimension is compared with in where(0, 1, ... == label, value, 0), where neither
-    label nor value differ along it."""
+    """Return `label` of where(0, 1, ... == label, value, 0), with 0, 1, ... along a dimension along which
+    label and value are the same, or None for any other form."""
     compared, value = chosen.args[:2]
     if not isinstance(compared, fx.Node) or compared.target is not aten.eq.Tensor:
         return None
@@ -65,10 +65,10 @@ def _label(chosen: fx.Node, dim: int) -> fx.Node | None:
 
 
 def _counts(node: Any, dim: int, size: int) -> bool:
-    """Whether a tensor is 0, 1, ..., size - 1 along a dimension, counted from the last, and has no other."""
+    """True if a tensor is 0, 1, ..., size - 1 along its only dimension, `dim`, counted from the last."""
     sizes = shape(node)
-    alone = len(sizes) >= -dim and sizes[dim] == size == math.prod(sizes)
-    return alone and counted(node) == (0, 1)
+    is_only = len(sizes) >= -dim and sizes[dim] == size == math.prod(sizes)
+    return is_only and counted(node) == (0, 1)
 
 
 def _is_same(node: Any, dim: int) -> bool:

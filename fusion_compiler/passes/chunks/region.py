@@ -1,4 +1,4 @@
-"""Which part of a graph may run one chunk of rows after the other: the logits, and all that reads them.
+"""The region of a graph that may run one chunk of rows after the other: the logits, and all that reads them.
 
     mm                  wide: more than half as large as the logits
     |- float, max, exp, sum, log, gather ...        row by row
@@ -6,8 +6,8 @@
     |- sums over all rows                           each chunk adds its share
     `- products with the weight (row by row), with the hidden states (over the rows)
 
-That every reader of a wide tensor works row by row, is a sum or a product over the rows, or none at all, is
-the whole proof, and it is read from the graph alone: nothing is said of which loss this is.
+The proof is that every reader of a wide tensor works row by row, or is a sum or a product over the rows. It
+is read from the graph alone, whatever the loss is.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.chunks import Rows
-from fusion_compiler.passes.chunks.made import chain, made_of_nothing
+from fusion_compiler.passes.chunks.generated import chain, is_generated
 from fusion_compiler.passes.chunks.rows import (
     PRODUCTS,
     NotByRowsError,
@@ -39,7 +39,7 @@ OF_A_MATRIX = Rows(0, 1)
 
 
 class RefusedError(Exception):
-    """Why the logits are stored whole."""
+    """The logits have to be stored whole; the message is the reason."""
 
 
 class AnotherError(Exception):
@@ -52,9 +52,12 @@ class AnotherError(Exception):
 
 @dataclass(frozen=True)
 class Region:
-    """nodes: where each has the rows, in the graph's order; inputs: what they read besides, None where a
-    tensor is read whole; exits: those of the nodes that others read; constants: what each chunk makes for
-    itself, of nothing."""
+    """A part of a graph that runs in chunks.
+
+    nodes: where each has the rows, in the graph's order. inputs: the other nodes that these read, with their
+    rows, or None for a tensor that is read whole. exits: the nodes that others read. constants: nodes that
+    each chunk computes for itself, from no input.
+    """
 
     nodes: dict[fx.Node, Place]
     inputs: dict[fx.Node, Rows | None]
@@ -63,16 +66,16 @@ class Region:
 
 
 def dependents(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """Everything whose value depends on `sources`, and these."""
-    found = set(sources)
+    """Return `sources` and every node whose value depends on them."""
+    dependent = set(sources)
     for node in graph.nodes:
-        if not of_sizes(node) and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if not of_sizes(node) and not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def tangents(graph: fx.Graph) -> list[fx.Node]:
-    """The gradients that the backward half of a joint graph starts from."""
+    """Return the gradients that the backward half of a joint graph starts from."""
     return [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
 
 
@@ -80,8 +83,8 @@ class Survey:
     """A graph as seen from some logits: where their rows are in all that is computed from them.
 
     logits: products (rows, vocabulary) of matrices, or stored ones, which have the rows in `where`; all have
-    the same rows.
-    known: where the nodes have the rows that do; ends: products and sums of those, where a region may end.
+    the same rows. rows_of: where a node has the rows, for the nodes that have them. ends: products and sums
+    of these, where a region may end.
     """
 
     def __init__(self, graph: fx.Graph, logits: tuple[fx.Node, ...], where: Rows = OF_A_MATRIX) -> None:
@@ -92,16 +95,16 @@ class Survey:
         self.tangents = tangents(graph)
         self.backward = dependents(graph, self.tangents)
         self.after = dependents(graph, logits)
-        self.known: dict[fx.Node, Rows] = {}
+        self.rows_of: dict[fx.Node, Rows] = {}
         self.ends: dict[fx.Node, Place] = {}
         for node in graph.nodes:
             if node in logits:
-                self.known[node] = where
+                self.rows_of[node] = where
             elif node in self.after:
                 self._place(node)
 
     def _place(self, node: fx.Node) -> None:
-        reads = {n: self.known[n] for n in node.all_input_nodes if n in self.known}
+        reads = {n: self.rows_of[n] for n in node.all_input_nodes if n in self.rows_of}
         if not reads:
             return
         try:
@@ -117,10 +120,13 @@ class Survey:
         if isinstance(place, Over) or node.target in PRODUCTS:
             self.ends[node] = place
         else:
-            self.known[node] = place
+            self.rows_of[node] = place
 
     def _check(self, node: fx.Node, reads: Iterable[fx.Node], error: NotByRowsError) -> None:
-        """A node that does not work by rows may read what is small, which is stored whole."""
+        """Raise RefusedError if a node that does not work by rows reads a wide tensor.
+
+        It may read small ones, which are stored whole.
+        """
         wide = [n for n in reads if self.is_wide(n)]
         if not wide:
             return
@@ -131,9 +137,9 @@ class Survey:
         raise RefusedError(f"{_named(node)} reads {wide[0].name}: {error}") from error
 
     def needs(self, node: fx.Node, place: Place) -> dict[fx.Node, Rows | None]:
-        """Where the operands of a node have the rows."""
+        """Return where each operand of a node has the rows. Raises NotByRowsError."""
         if place is Over.SUM:
-            return {n: self.known[n] for n in node.all_input_nodes}
+            return {n: self.rows_of[n] for n in node.all_input_nodes}
         if place is Over.PRODUCT:
             left, right = factors(node)
             if left is right or shape(left)[1] != self.rows or shape(right)[0] != self.rows:
@@ -147,8 +153,8 @@ class Survey:
         return isinstance(value, torch.Tensor) and math.prod(shape(node)) > self.least
 
     def is_made_of_wide(self, node: fx.Node, rows: Rows) -> bool:
-        """Whether something as large as the logits is on the way, by rows, to a node that does not depend on
-        them: what labels are compared with, the logits of a teacher."""
+        """True if a node that does not depend on the logits is computed, row by row, from something as large
+        as they are: the class numbers that labels are compared with, or the logits of a teacher."""
         stack, seen = [(node, rows)], {node}
         while stack:
             node, rows = stack.pop()
@@ -168,22 +174,25 @@ class Survey:
 
     @cached_property
     def frontier(self) -> tuple[fx.Node, ...]:
-        """What is small, a product or a sum, and reads something wide: of what is wide only this is
-        needed."""
-        places = {**self.known, **self.ends}
+        """Return the nodes that read a wide tensor and are small, products or sums.
+
+        Nothing else that is computed from wide tensors is needed.
+        """
+        places = {**self.rows_of, **self.ends}
         return tuple(
             node
             for node in sorted(places, key=self.order.__getitem__)
             if (node in self.ends or not self.is_wide(node))
-            and any(n in self.known and self.is_wide(n) for n in node.all_input_nodes)
+            and any(n in self.rows_of and self.is_wide(n) for n in node.all_input_nodes)
         )
 
     def region(
         self, frontier: Iterable[fx.Node], *, saved: bool = False, wanted: Iterable[fx.Node] = ()
     ) -> Region:
-        """A part of the frontier and what it is computed from, back to the logits' operands.
+        """Return the region of a part of the frontier and of what it is computed from, back to the logits'
+        operands.
 
-        saved: small tensors of the forward pass are there already, and not computed again. wanted: nodes that
+        saved: small tensors of the forward pass are stored, and not computed again. wanted: nodes that
         another region reads. Raises RefusedError, AnotherError.
         """
         return _Grown(self, frontier, saved).region(frozenset(wanted))
@@ -197,7 +206,7 @@ class _Grown:
         self.nodes: dict[fx.Node, Place] = {}
         self.inputs: dict[fx.Node, Rows | None] = {}
         for node in start:
-            self.add(node, survey.known[node] if node in survey.known else survey.ends[node])
+            self.add(node, survey.rows_of[node] if node in survey.rows_of else survey.ends[node])
 
     def add(self, node: fx.Node, place: Place) -> None:
         pending = [(node, place)]
@@ -218,10 +227,10 @@ class _Grown:
                     self.read(operand, rows)
 
     def inside(self, node: fx.Node, rows: Rows) -> bool:
-        """Whether an operand is computed in the region, and not stored."""
+        """True if an operand is computed in the region, and not stored."""
         survey = self.survey
-        if node in survey.known:
-            if survey.known[node] != rows:
+        if node in survey.rows_of:
+            if survey.rows_of[node] != rows:
                 raise RefusedError(f"the rows of {_named(node)} are read in two ways")
             if node.op == "placeholder":
                 return False
@@ -235,7 +244,7 @@ class _Grown:
         return survey.is_made_of_wide(node, rows) and _has_rows(node, rows)
 
     def read(self, node: fx.Node, rows: Rows | None) -> None:
-        if rows is None and node in self.survey.known:
+        if rows is None and node in self.survey.rows_of:
             raise RefusedError(f"all rows read {_named(node)}, which depends on them")
         if rows is None and node in self.survey.after and not self.saved:
             raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
@@ -245,15 +254,19 @@ class _Grown:
     def region(self, wanted: frozenset[fx.Node]) -> Region:
         order = self.survey.order
         nodes = {n: self.nodes[n] for n in sorted(self.nodes, key=order.__getitem__)}
-        whole = [n for n, rows in self.inputs.items() if rows is None and made_of_nothing(n)]
-        constants = sorted({c for n in whole for c in chain(n)}, key=order.__getitem__)
-        inputs = {n: rows for n, rows in self.inputs.items() if n not in whole}
+        generated = [n for n, rows in self.inputs.items() if rows is None and is_generated(n)]
+        constants = sorted({c for n in generated for c in chain(n)}, key=order.__getitem__)
+        inputs = {n: rows for n, rows in self.inputs.items() if n not in generated}
         exits = tuple(n for n in nodes if self.leaves(n, wanted))
         return Region(nodes, inputs, exits, tuple(constants))
 
     def leaves(self, node: fx.Node, wanted: frozenset[fx.Node]) -> bool:
-        """Whether others read a node. Who reads wide ones is in a region; others made without logits stay."""
-        if node not in self.survey.after or (node in self.survey.known and self.survey.is_wide(node)):
+        """True if a node is read outside the region.
+
+        Never true of wide nodes, whose readers are all in a region, nor of nodes that do not depend on the
+        logits, which stay in the graph.
+        """
+        if node not in self.survey.after or (node in self.survey.rows_of and self.survey.is_wide(node)):
             return False
         return node in wanted or any(user not in self.nodes for user in node.users)
 

@@ -1,9 +1,9 @@
-"""Where an operator keeps the rows of its operands: which dimensions of its result are the rows of a product.
+"""The place of rows in operators: which dimensions of a result or an operand are the rows of a product.
 
 A result *has the rows* if row i of it depends on row i of its operands and on nothing of the other rows. For
-each class of operators there are two questions: given where one operand has the rows, where does the result
-have them (`result`); and given where the result has them, where has each operand (`operands`), None for an
-operand that all rows read alike. What neither answers raises `NotByRowsError`, with the reason.
+each class of operators, `result` derives where the result has the rows from where one operand has them, and
+`operands` derives where each operand has the rows from where the result has them: None for an operand that
+all rows read alike. Both raise `NotByRowsError`, with the reason, for any other operator.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ aten = torch.ops.aten
 
 
 class NotByRowsError(Exception):
-    """Why an operator's result has no rows."""
+    """An operator's result does not have the rows; the message is the reason."""
 
 
 class Over(StrEnum):
-    """What an operator makes over all rows, of which chunks make their share."""
+    """A reduction over all rows, to which each chunk adds its share."""
 
     SUM = "sum"
     PRODUCT = "product"
@@ -45,7 +45,7 @@ FILLED = {aten.ones_like.default: 1, aten.zeros_like.default: 0, aten.full_like.
 
 
 def of_sizes(node: fx.Node) -> bool:
-    """A call that reads no element of its operand: only of which shape it is, which is known."""
+    """True for a call that reads only the shape of its operand, no element, if the shape is static."""
     sizes: tuple[Any, ...] = shape(node) if node.target in FILLED else ()
     return node.target in FILLED and all(isinstance(n, int) for n in sizes)
 
@@ -54,33 +54,33 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def result(node: fx.Node, known: Mapping[fx.Node, Rows]) -> Rows | Over:
-    """Where the result of `node` has the rows, from what is known of some of its operands."""
+def result(node: fx.Node, rows_of: Mapping[fx.Node, Rows]) -> Rows | Over:
+    """Return where the result of `node` has the rows. rows_of: where some of its operands have them."""
     target, spec = node.target, spec_of(node.target)
-    operand = next(n for n in node.all_input_nodes if n in known)
-    rows, rank = known[operand], len(shape(operand))
+    operand = next(n for n in node.all_input_nodes if n in rows_of)
+    rows, rank = rows_of[operand], len(shape(operand))
     if target in PRODUCTS:
-        return _of_product(node, known)
+        return _of_product(node, rows_of)
     if target in VIEWS:
         return _same_elements(operand, rows, node)
     if target in _TURNS:
         return _turned(_order(node), rows)
     if target is aten.slice.Tensor or target is aten.constant_pad_nd.default or target in _ALONG:
-        return rows  # `operands` checks that they are not what is cut, padded or looked up along
+        return rows  # `operands` refuses rows along which it cuts, pads or looks up
     if target is aten.select.int:
         return rows.moved(-1 if _selected(node) < rows.start else 0)
     if spec is not None and spec.kind is Kind.REDUCTION and spec.combine:
         return _reduced(node, rows, rank)
     if _is_pointwise(node):
-        found = rows.moved(len(shape(node)) - rank)
-        if shape(node)[found.start : found.stop] != shape(operand)[rows.start : rows.stop]:
+        result_rows = rows.moved(len(shape(node)) - rank)
+        if shape(node)[result_rows.start : result_rows.stop] != shape(operand)[rows.start : rows.stop]:
             raise NotByRowsError("its rows are read for others")
-        return found
+        return result_rows
     raise NotByRowsError("it is none of the operators that work row by row")
 
 
 def operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None]:
-    """Where the operands of `node` have the rows, whose result has them in `rows`."""
+    """Return where the operands of `node`, whose result has the rows in `rows`, have them."""
     inputs, target = node.all_input_nodes, node.target
     if target in PRODUCTS:
         return _operands_of_product(node, rows)
@@ -118,15 +118,15 @@ def operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None]:
 
 
 def aligned(operand: fx.Node, node: fx.Node, rows: Rows) -> Rows | None:
-    """Where an operand that is broadcast to `node` has its rows; None where it has one for all of them."""
-    sizes, whole = shape(operand), shape(node)
-    found = rows.moved(len(sizes) - len(whole))
-    here = [sizes[d] if d >= 0 else 1 for d in range(found.start, found.stop)]
+    """Return where an operand that is broadcast to `node` has the rows, or None if all rows read the same."""
+    sizes, result_sizes = shape(operand), shape(node)
+    operand_rows = rows.moved(len(sizes) - len(result_sizes))
+    here = [sizes[d] if d >= 0 else 1 for d in range(operand_rows.start, operand_rows.stop)]
     if all(n == 1 for n in here):
         return None
-    if found.start < 0 or here != list(whole[rows.start : rows.stop]):
+    if operand_rows.start < 0 or here != list(result_sizes[rows.start : rows.stop]):
         raise NotByRowsError(f"{operand.name} is the same for some rows")
-    return found
+    return operand_rows
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -137,25 +137,25 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _same_elements(source: fx.Node, rows: Rows, view: fx.Node) -> Rows:
-    """Where a tensor of the same elements in the same order has the rows that `source` has in `rows`."""
+    """Return where a view, of the same elements in the same order, has the rows `rows` of `source`."""
     sizes = shape(source)
     before, count = math.prod(sizes[: rows.start]), math.prod(sizes[rows.start : rows.stop])
-    there = shape(view)
-    for start in range(len(there)):
-        if math.prod(there[:start]) == before and there[start] > 1:
-            for stop in range(start + 1, len(there) + 1):
-                if math.prod(there[start:stop]) == count:
+    view_sizes = shape(view)
+    for start in range(len(view_sizes)):
+        if math.prod(view_sizes[:start]) == before and view_sizes[start] > 1:
+            for stop in range(start + 1, len(view_sizes) + 1):
+                if math.prod(view_sizes[start:stop]) == count:
                     return Rows(start, stop)
     raise NotByRowsError("it cuts rows")
 
 
 def _order(node: fx.Node) -> list[int]:
-    """The dimensions of the operand in the order in which the result has them."""
+    """Return the dimensions of the operand in the order in which the result has them."""
     rank = len(shape(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
-        given: Any = node.args[1]
-        return [d % rank for d in given]
+        dims: Any = node.args[1]
+        return [d % rank for d in dims]
     a, b = (0, rank - 1) if node.target is aten.t.default else (_dim(node, 1), _dim(node, 2))
     order[a], order[b] = order[b], order[a]
     return order
@@ -175,7 +175,7 @@ def _dim(node: fx.Node, position: int, default: int = 0) -> int:
 
 
 def _selected(node: fx.Node) -> int:
-    """The dimension of its operand that a `select` takes one index of."""
+    """Return the dimension of its operand that a `select` takes one index of."""
     dim: Any = node.args[1]
     return dim % len(shape(node.all_input_nodes[0]))
 
@@ -186,20 +186,20 @@ def _apart(dim: int, rows: Rows) -> None:
 
 
 def _dims(node: fx.Node, rank: int) -> frozenset[int]:
-    """The dimensions that a reduction is over."""
-    given: Any = node.args[1] if len(node.args) > 1 else None
-    if given is None or given == []:
+    """Return the dimensions that a reduction is over."""
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    if dims is None or dims == []:
         return frozenset(range(rank))
-    return frozenset(d % rank for d in ([given] if isinstance(given, int) else given))
+    return frozenset(d % rank for d in ([dims] if isinstance(dims, int) else dims))
 
 
 def _reduced(node: fx.Node, rows: Rows, rank: int) -> Rows | Over:
-    dims, own = _dims(node, rank), set(range(rows.start, rows.stop))
-    if not dims & own:
+    dims, row_dims = _dims(node, rank), set(range(rows.start, rows.stop))
+    if not dims & row_dims:
         keeps = len(shape(node)) == rank
         return rows if keeps else rows.moved(-sum(d < rows.start for d in dims))
     spec = spec_of(node.target)
-    if not own <= dims or spec is None or spec.combine != "sum":
+    if not row_dims <= dims or spec is None or spec.combine != "sum":
         raise NotByRowsError("it is no sum over all rows")
     return Over.SUM
 
@@ -210,41 +210,41 @@ def _before_reduction(node: fx.Node, operand: fx.Node, rows: Rows) -> Rows:
     if len(shape(node)) == rank:
         return rows
     kept = [d for d in range(rank) if d not in dims]
-    found = [kept[d] for d in range(rows.start, rows.stop)]
-    if found != list(range(found[0], found[-1] + 1)):
+    places = [kept[d] for d in range(rows.start, rows.stop)]
+    if places != list(range(places[0], places[-1] + 1)):
         raise NotByRowsError("it takes the rows apart")
-    return Rows(found[0], found[-1] + 1)
+    return Rows(places[0], places[-1] + 1)
 
 
 def factors(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The two matrices of a product."""
+    """Return the two matrices of a product."""
     left, right = node.args[-2:]
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     return left, right
 
 
-def _of_product(node: fx.Node, known: Mapping[fx.Node, Rows]) -> Rows | Over:
+def _of_product(node: fx.Node, rows_of: Mapping[fx.Node, Rows]) -> Rows | Over:
     left, right = factors(node)
-    over = known.get(left) == Rows(1, 2) or known.get(right) == Rows(0, 1)
+    over = rows_of.get(left) == Rows(1, 2) or rows_of.get(right) == Rows(0, 1)
     if over and node.target is aten.mm.default:
         return Over.PRODUCT
-    if over or (left in known and right in known):
+    if over or (left in rows_of and right in rows_of):
         raise NotByRowsError("it is a product of rows with rows")
-    if left in known:
+    if left in rows_of:
         return Rows(0, 1)
-    if right in known:
+    if right in rows_of:
         return Rows(1, 2)
     raise NotByRowsError("it adds rows to a product")
 
 
 def _operands_of_product(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None]:
     left, right = factors(node)
-    found: dict[fx.Node, Rows | None] = {}
+    rows_of: dict[fx.Node, Rows | None] = {}
     if node.target is aten.addmm.default:
         added: Any = node.args[0]
-        found[added] = aligned(added, node, rows)
-    there: tuple[Rows | None, Rows | None] = (rows, None) if rows.start == 0 else (None, rows)
-    for factor, held in zip((left, right), there, strict=True):
-        if found.setdefault(factor, held) != held:
+        rows_of[added] = aligned(added, node, rows)
+    factor_rows: tuple[Rows | None, Rows | None] = (rows, None) if rows.start == 0 else (None, rows)
+    for factor, held in zip((left, right), factor_rows, strict=True):
+        if rows_of.setdefault(factor, held) != held:
             raise NotByRowsError("one tensor is read by its rows and whole")
-    return found
+    return rows_of

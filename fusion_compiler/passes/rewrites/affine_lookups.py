@@ -5,8 +5,8 @@
     weight[arange(n).expand(b, n)]      ->   weight[:n].expand(b, n, -1)
     x[arange(len(x)), chosen]           ->   x.gather(1, chosen[:, None]).squeeze(1)
 
-Each is a copy, as a lookup is. For a lookup by data autograd adds up rows by their numbers; a slice has the
-gradient of a slice, and of the last form one element of each row has a gradient.
+Each replacement is a copy, as a lookup is. The gradient of a lookup by data adds up rows by their numbers;
+that of a slice adds nothing up, and in the last form one element of each row has a gradient.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ RULE = "affine lookups"
 
 @dataclass(frozen=True)
 class _Progression:
-    """An index start, start + step, ..., one number after the other along `dims`, the last one innermost; the
-    same along its other dimensions."""
+    """An index that is start, start + step, ... along `dims`, the last of which is innermost, and constant
+    along its other dimensions."""
 
     start: int
     step: int
@@ -48,7 +48,7 @@ Emitter = Callable[[fx.Node], fx.Node]
 
 
 def _selected(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """index_select: an index of one dimension."""
+    """Return the emitter for index_select, whose index has one dimension."""
     named = arguments(node)
     source, index = named["self"].meta["val"], named["index"]
     if source.dim() == 0 or index.meta["val"].dim() != 1:
@@ -69,7 +69,8 @@ def _embedded(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
 
 
 def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """index.Tensor by one index, or by two of which the first counts what the second chooses from."""
+    """Return the emitter for index.Tensor by one index, or by two of which one counts the rows that the other
+    chooses from."""
     named = arguments(node)
     shape, indices = named["self"].meta["val"].shape, list(named["indices"])
     dims = [d for d, index in enumerate(indices) if index is not None]
@@ -104,7 +105,7 @@ def _progression(
     index: fx.Node, size: Any, written: set[fx.Node], *, wraps: bool = False
 ) -> _Progression | None:
     """Return the progression that an index of a dimension of `size` elements is, or None if it is none or may
-    lie outside. wraps: whether negative numbers count from the end."""
+    lie outside. wraps: True if negative numbers count from the end."""
     shape = index.meta["val"].shape
     empty = any(isinstance(n, int) and n == 0 for n in shape)
     if not shape or empty or not ancestors(index).isdisjoint(written):
@@ -134,7 +135,7 @@ def _progression(
 
 
 def _part(node: fx.Node, source: fx.Node, dim: int, index: fx.Node, p: _Progression) -> fx.Node:
-    """The part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
+    """Emit the part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
     shape, rank = index.meta["val"].shape, index.meta["val"].dim()
     static = all(isinstance(shape[d], int) for d in p.dims)
     if static:
@@ -169,7 +170,7 @@ def _around(source: fx.Node, dim: int) -> tuple[range, range]:
 
 
 def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any, Any]:
-    """The ends of a slice of as many elements as the index has, of step 1 or -1."""
+    """Return the ends of a slice of step 1 or -1 with as many elements as the index has."""
     count = size_of(node, index, p.dims[0])
     if p.step > 0:
         return p.start, emit(node, operator.add, count, p.start)

@@ -1,10 +1,10 @@
-"""Attention found by what it computes: a product, row-wise arithmetic, a softmax, a product.
+"""Attention that is recognised by what it computes: a product, row-wise arithmetic, a softmax, a product.
 
     scores = q @ k^T;  scale, biases, masks, cap, views, casts;  p = softmax(...);  dropout, views;  p @ v
 
-From the softmax forward to the product that sums over its axis, and back through what may be done to scores
-to the product that has this axis from one operand alone: that one is the keys. Which axes are heads, queries
-and features follows from the two products (axes.py), however they are ordered, folded or spread.
+The search goes from the softmax forward to the product that sums over its axis, and back through the
+arithmetic of scores to the product that has this axis from one operand alone, the keys. Which axes are heads,
+queries and features follows from the two products (axes.py), however they are ordered, folded or spread.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class Fill:
 
 @dataclass(frozen=True)
 class Attention:
-    """softmax(scale * query key^T + biases, filled) value, and what it is written in.
+    """softmax(scale * query key^T + biases, filled) value, and the nodes and axes that it is written in.
 
-    capped: where it is a number, scores are scale * tanh(capped * query key^T).
-    batch: the axes that scores share with query or key beside rows and keys, as dimensions. inner: what the
-    first product sums over. features: what values have alone. root: the node whose value the attention is,
-    laid out as `layout`. inside: all nodes that only it needs.
+    capped: if it is a number, scores are scale * tanh(capped * query key^T). batch: the axes beside rows and
+    keys that scores share with query or key, as dimensions. inner: the axes that the first product sums over.
+    features: the axes that only values have. root: the node of the attention's result, laid out as `layout`.
+    inside: all nodes that only the attention needs.
     """
 
     query: Operand
@@ -97,7 +97,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Softmax:
-    """over: the dimension of `scores`. inside: its nodes, `result` the last."""
+    """A softmax over the dimension `over` of `scores`. inside: its nodes, of which `result` is the last."""
 
     scores: fx.Node
     over: int
@@ -107,7 +107,7 @@ class Softmax:
 
 @dataclass(frozen=True)
 class _Step:
-    """What `node` does to scores or probabilities; `refusal`: that it is nothing that attention does."""
+    """The effect of `node` on scores or probabilities. refusal: the reason why attention has no such step."""
 
     node: fx.Node
     scale: float = 1.0
@@ -119,7 +119,7 @@ class _Step:
 
 
 def softmax_of(node: fx.Node) -> Softmax | None:
-    """`node` as a softmax, also where it is written as exp(x - max(x)) / sum(exp(x - max(x)))."""
+    """Return `node` as a softmax, also written as exp(x - max(x)) / sum(exp(x - max(x))), or None."""
     if node.target in _SOFTMAXES:
         named = arguments(node)
         return Softmax(
@@ -147,7 +147,7 @@ def softmax_of(node: fx.Node) -> Softmax | None:
 
 
 def _reduces(node: fx.Node, target: OpOverload, source: fx.Node) -> bool:
-    """Whether a node reduces `source` along one dimension that it keeps."""
+    """True if a node reduces `source` along one dimension that it keeps."""
     if node.target is not target or node.args[0] is not source:
         return False
     named = arguments(node)
@@ -160,9 +160,9 @@ def _over(reduction: fx.Node) -> int:
 
 
 def attention_of(softmax: Softmax) -> Attention | None:
-    """The attention around a softmax; None where there is no product on both sides.
+    """Return the attention around a softmax, or None if there is no product on both sides.
 
-    Raises Refused where there is, and what lies between is not attention, or not known to be.
+    Raises Refused if there is, and the nodes between are not attention, or not proved to be.
     """
     ways = list(_forward(softmax.result))
     if not ways:
@@ -183,7 +183,7 @@ def attention_of(softmax: Softmax) -> Attention | None:
 
 
 def _back(node: Any, seen: set[fx.Node]) -> Iterator[tuple[fx.Node, tuple[_Step, ...]]]:
-    """The products that `node` may be made of, with the steps from there to it."""
+    """Yield the products that `node` may be computed from, with the steps from the product to `node`."""
     if not isinstance(node, fx.Node) or node in seen:
         return
     seen.add(node)
@@ -196,7 +196,7 @@ def _back(node: Any, seen: set[fx.Node]) -> Iterator[tuple[fx.Node, tuple[_Step,
 
 
 def _forward(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[_Step, ...]]]:
-    """The products that read `node`, with the steps from it to there."""
+    """Yield the products that read `node`, with the steps from `node` to the product."""
     for user in node.users:
         if user.target in PRODUCTS:
             yield user, ()
@@ -208,7 +208,7 @@ def _forward(node: fx.Node) -> Iterator[tuple[fx.Node, tuple[_Step, ...]]]:
 
 
 def _after(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
-    """What a node does to probabilities."""
+    """Yield the effects that a node may have on probabilities, each with the operand that would be these."""
     name = base_name(node)
     if name == "dropout":
         named = arguments(node)
@@ -221,7 +221,7 @@ def _after(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
 
 
 def _steps(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
-    """What a node may do to scores, each with the operand that they would be."""
+    """Yield the effects that a node may have on scores, each with the operand that would be these."""
     name = base_name(node)
     if node.target in _LAYOUTS:
         yield node.all_input_nodes[0], _Step(node)
@@ -306,7 +306,7 @@ _ARITHMETIC: dict[str, Callable[[fx.Node, dict[str, Any]], Iterator[tuple[Any, _
 
 @dataclass(frozen=True)
 class _Scores:
-    """What the steps between the first product and the softmax come to."""
+    """The total of the steps between the first product and the softmax."""
 
     layout: Layout
     scale: float = 1.0
@@ -318,7 +318,7 @@ class _Scores:
 def _read(
     softmax: Softmax, one: fx.Node, before: tuple[_Step, ...], two: fx.Node, after: tuple[_Step, ...]
 ) -> Attention:
-    """Raises Refused."""
+    """Return the attention of two products and the steps around a softmax. Raises Refused."""
     for step in (*before, *after):
         if step.refusal:
             raise Refused(step.refusal)
@@ -333,19 +333,19 @@ def _read(
     reads = after[-1].node if after else softmax.result
     if second.operands.count(reads) != 1 or second.node.target is _aten.baddbmm.default:
         raise Refused("the second product is of another form")
-    own = second.operands.index(reads)
-    sides = second.layouts(axes, {own: weights})
+    side = second.operands.index(reads)
+    sides = second.layouts(axes, {side: weights})
     root, result = _to_the_end(axes, second, sides[2])
     _check_numbers(first.node, second.node, softmax, before)
     now = axes.now
-    keys, summed = now(keys), {a for x in second.inner for a in now(_dim(second, own, x, sides[own]))}
+    keys, summed = now(keys), {a for x in second.inner for a in now(_dim(second, side, x, sides[side]))}
     if not keys or set(keys) != summed:
         raise Refused("the second product does not sum over what the softmax does")
-    given = Operand(first.operands[0], left), Operand(first.operands[1], right)
-    query, key = given if _has(axes, given[1], keys) else given[::-1]
+    factors = Operand(first.operands[0], left), Operand(first.operands[1], right)
+    query, key = factors if _has(axes, factors[1], keys) else factors[::-1]
     if not _has(axes, key, keys) or set(keys) & _axes(axes, query):
         raise Refused("the softmax is not over the keys of a product")
-    value = Operand(second.operands[1 - own], sides[1 - own])
+    value = Operand(second.operands[1 - side], sides[1 - side])
     inner = {a for x in first.inner for a in now(_dim(first, 0, x, left))}
     values = _axes(axes, value)
     features = tuple(a for d in value.layout for a in now(d) if a not in {a for w in weights for a in now(w)})
@@ -375,11 +375,11 @@ def _has(axes: Axes, operand: Operand, keys: Dim) -> bool:
 
 
 def _rows(axes: Axes, layout: Layout, free: set[int]) -> Dim:
-    """The last dimension of the scores that queries have alone."""
+    """Return the last dimension of the scores that only queries have."""
     for dim in reversed(layout):
-        own = axes.now(dim)
-        if own and set(own) <= free:
-            return own
+        dim_axes = axes.now(dim)
+        if dim_axes and set(dim_axes) <= free:
+            return dim_axes
     return ()
 
 
@@ -408,7 +408,7 @@ def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ..
 
 
 def _rounded(scores: _Scores, dtype: torch.dtype) -> _Scores:
-    """With the numbers that masks fill in as `dtype` has them: some are infinite there."""
+    """Round the numbers that masks fill in to `dtype`, in which some are infinite."""
     with unset_fake_temporarily():
         fills = tuple(Fill(f.of, f.hides, float(torch.tensor(f.value, dtype=dtype))) for f in scores.fills)
     return replace(scores, fills=fills)
@@ -448,20 +448,20 @@ def _masked(scores: _Scores, at: fx.Node, mask: fx.Node, hides: bool, value: flo
 
 
 def _spread(scores: _Scores, at: fx.Node, tensor: fx.Node) -> Operand:
-    """A tensor that is broadcast to the scores at node `at`."""
-    own, whole = shape_of(tensor), shape_of(at)
-    if len(own) > len(whole) or len(whole) != len(scores.layout):
+    """Return the operand of a tensor that is broadcast to the scores at node `at`. Raises Refused."""
+    sizes, scores_sizes = shape_of(tensor), shape_of(at)
+    if len(sizes) > len(scores_sizes) or len(scores_sizes) != len(scores.layout):
         raise Refused("a mask with more dimensions than the scores")
-    layout = scores.layout[len(whole) - len(own) :]
-    if any(s == 1 and d for s, d in zip(whole, scores.layout, strict=True)) or any(
-        s != 1 and not d for s, d in zip(whole, scores.layout, strict=True)
+    layout = scores.layout[len(scores_sizes) - len(sizes) :]
+    if any(s == 1 and d for s, d in zip(scores_sizes, scores.layout, strict=True)) or any(
+        s != 1 and not d for s, d in zip(scores_sizes, scores.layout, strict=True)
     ):
         raise Refused("a mask with more rows or heads than the scores")
-    return Operand(tensor, tuple(() if s == 1 else d for s, d in zip(own, layout, strict=True)))
+    return Operand(tensor, tuple(() if s == 1 else d for s, d in zip(sizes, layout, strict=True)))
 
 
 def _weights(axes: Axes, layout: Layout, steps: tuple[_Step, ...]) -> tuple[float, Layout]:
-    """The dropout of the probabilities, and how they are laid out in the second product."""
+    """Return the dropout of the probabilities, and how they are laid out in the second product."""
     dropped = [s.dropout for s in steps if s.dropout]
     if len(dropped) > 1:
         raise Refused("two dropouts")
@@ -471,8 +471,8 @@ def _weights(axes: Axes, layout: Layout, steps: tuple[_Step, ...]) -> tuple[floa
 
 
 def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, Layout]:
-    """The last contiguous one of the views and copies that alone read the second product."""
-    found = root, _ = product.node, layout
+    """Return (node, layout) of the last contiguous view or copy that alone reads the second product."""
+    last = root, _ = product.node, layout
     while len(root.users) == 1 and next(iter(root.users)).target in _LAYOUTS:
         (root,) = root.users
         try:
@@ -480,12 +480,12 @@ def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, 
         except Refused:
             break
         if root.meta["val"].is_contiguous():
-            found = root, layout
-    return found
+            last = root, layout
+    return last
 
 
 def _check_numbers(first: fx.Node, second: fx.Node, softmax: Softmax, steps: tuple[_Step, ...]) -> None:
-    """Raises Refused where there are none, or with more digits than a fused kernel has."""
+    """Raise Refused for empty products, and for scores with more digits than a fused kernel has."""
     if 0 in shape_of(first) or 0 in shape_of(second):
         raise Refused("there is nothing to compute")
     dtypes = {n.meta["val"].dtype for n in (first, softmax.result, *(s.node for s in steps))}
@@ -497,7 +497,7 @@ def _inside(
     softmax: Softmax, first: fx.Node, before: tuple[_Step, ...], after: tuple[_Step, ...],
     second: fx.Node, root: fx.Node,
 ) -> frozenset[fx.Node]:  # fmt: skip
-    """Every node that goes. Raises Refused where others read one of them."""
+    """Return every node that the attention replaces. Raises Refused if other nodes read one of them."""
     scores = {first, *(s.node for s in before)}
     weights = {*softmax.inside, *(s.node for s in after)}
     inside = scores | weights | {second, root}
@@ -505,7 +505,7 @@ def _inside(
     while node is not second:
         inside.add(node)
         node = node.all_input_nodes[0]
-    inside |= {  # full_like(scores), of which only the shape counts
+    inside |= {  # full_like(scores) reads only the shape of the scores
         user for n in scores for user in n.users if constant(user) is not None and set(user.users) <= inside
     }
     for node in sorted(inside - {root}):
@@ -520,8 +520,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _check_effects(attention: Attention) -> None:
-    """Raises Refused where what it reads changes, or anything else has an effect, between its first node and
-    its last."""
+    """Raise Refused if a tensor that the attention reads changes, or another node has an effect, between the
+    attention's first node and its last."""
     inside = attention.inside
     order = {n: i for i, n in enumerate(attention.root.graph.nodes)}
     start, end = order[attention.products[0]], order[attention.root]
@@ -532,7 +532,7 @@ def _check_effects(attention: Attention) -> None:
         read.append(node)
         while (
             node.target in _LAYOUTS or base_name(node) in _CASTS or _is_view(node)
-        ):  # what may be read instead
+        ):  # the call may read these nodes instead
             start = min(start, order[node])
             node = node.all_input_nodes[0]
             read.append(node)
@@ -542,7 +542,7 @@ def _check_effects(attention: Attention) -> None:
             raise Refused(f"{node.name} comes between its products")
     if changed := mutated_nodes(between) & set(read):
         raise Refused(f"{min(changed).name} is changed in place")
-    for node in inside:  # its own changes are of its own values
+    for node in inside:  # its nodes may change their own values in place
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             if mutated_nodes([node]) - inside or len(node.all_input_nodes[0].users) > 1:
                 raise Refused(f"{node.name} changes what others read")

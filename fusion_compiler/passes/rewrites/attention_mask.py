@@ -4,8 +4,8 @@
     sdpa(q, k, v, attn_mask=m)                 ->  sdpa(q, k, v, is_causal=True)   where m is j <= i
 
 A mask tensor sends scaled_dot_product_attention to a kernel several times slower. Models build
-masks from `arange` and comparisons; such a mask depends on sizes alone, and is proved here,
-for all sizes (mask_algebra.py) or, where sizes are numbers, by evaluating it. A mask that
+masks from `arange` and comparisons. Such a mask depends on sizes alone; this pass proves what it
+hides, for all sizes (mask_algebra.py) or, where sizes are numbers, by evaluating it. A mask that
 depends on data stays.
 """
 
@@ -58,7 +58,7 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 
 
 def shows_every_row(mask: fx.Node, written: set[fx.Node]) -> bool:
-    """Whether every row of a bool mask is proved to let something through.
+    """True if every row of a bool mask is proved to let something through.
 
     written: nodes that are changed in place.
     """
@@ -110,7 +110,7 @@ def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
 
 
 def _data(built_from: set[fx.Node]) -> list[fx.Node]:
-    """The tensors of `built_from` that are no literals."""
+    """Return the tensors of `built_from` that are no literals."""
     return sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n))
 
 
@@ -119,7 +119,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _literal(node: fx.Node) -> bool:
-    """A constant of the model's code (torch.tensor(0.5)), as the trace stores it."""
+    """True for a constant of the model's code (torch.tensor(0.5)), as the trace stores it."""
     return (
         node.op == "get_attr"
         and type(_stored(node)) is torch.Tensor
@@ -145,7 +145,7 @@ def _causal(coordinates: tuple[sympy.Symbol, ...]) -> Formula:
 
 
 def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str]:
-    """The same by evaluating the mask on the CPU; all its sizes are known."""
+    """Return the verdict on a mask whose sizes are all known by evaluating it on the CPU."""
     constants = _constant(built_from)
     if isinstance(constants, str):
         return None, constants
@@ -163,7 +163,7 @@ def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str
 
 
 def _constant(built_from: set[fx.Node]) -> dict[fx.Node, Any] | str:
-    """The values of nodes that depend on no data, or why they are not known."""
+    """Return the values of nodes that depend on no data, or the reason why they cannot be evaluated."""
     if impure := [n for n in sorted(built_from) if n.op == "call_function" and not is_pure(n)]:
         return f"the mask depends on {impure[0].target}"
     if any(not isinstance(n.meta["val"], torch.Tensor) for n in built_from) or any(
@@ -176,7 +176,7 @@ def _constant(built_from: set[fx.Node]) -> dict[fx.Node, Any] | str:
 
 
 def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
-    """Values of pure nodes in topological order, on the CPU whatever device they name."""
+    """Return the values of pure nodes in topological order, computed on the CPU whatever device they name."""
     values: dict[fx.Node, Any] = {}
 
     def here(argument: Any) -> Any:
@@ -199,10 +199,12 @@ def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(mask: torch.Tensor) -> torch.Tensor | None:
-    """Where an additive mask lets attention through: 0 does, -inf and the lowest finite number of
-    a dtype don't. None where it holds anything else. In a row that lets anything through, the
-    lowest finite number gives the weight zero, exactly as -inf does; rows that let nothing
-    through never are "all true" or "causal"."""
+    """Return a bool mask of where an additive mask lets attention through, or None if it holds other numbers.
+
+    0 lets it through; -inf and the lowest finite number of a dtype do not. In a row that lets anything
+    through, the lowest finite number gives the weight zero, exactly as -inf does; rows that let nothing
+    through never are "all true" or "causal".
+    """
     lowest = [torch.finfo(t).min for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
     hidden = mask == -torch.inf
     for number in lowest:

@@ -7,7 +7,7 @@
 Kernels of attention take any strides whose rows are contiguous, and write their result in the order of the
 queries: what a model makes contiguous before the call, it usually transposes back after it. Where a row is
 not contiguous, as in a bias that an embedding gives for each pair of positions (T5's), PyTorch takes none of
-them: it multiplies in float32 and stores all scores.
+these kernels: it multiplies in float32 and stores all scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALIGNED = 16  # bytes that kernels of attention load at once
 
 
 def _in_place(call: fx.Node, written: set[fx.Node]) -> list[Replacement | str]:
-    """Drop the copies that an attention call reads, where nobody else sees it."""
+    """Drop the copies that only an attention call reads, where no other node sees the difference."""
     edits: list[Replacement | str] = []
     for copy, names in _copies(call).items():
         source = copy.all_input_nodes[0]
@@ -82,7 +82,7 @@ def _scale(call: fx.Node, multiplied: fx.Node, factor: float, nodes: Nodes) -> f
 
 
 def _by_rows(call: fx.Node, written: set[fx.Node]) -> list[Replacement]:
-    """Copy what an attention call reads across the grain, where that alone keeps it from a kernel."""
+    """Copy operands whose rows are not contiguous, if only these keep an attention call from a kernel."""
     return [
         Replacement(functools.partial(_copy, call, operand, names), f"{names} copied row by row")
         for operand, names in _crossed(call).items()
@@ -99,27 +99,29 @@ def _copy(call: fx.Node, operand: fx.Node, names: str, nodes: Nodes) -> fx.Node:
 
 
 def _crossed(call: fx.Node) -> dict[fx.Node, str]:
-    """Operands whose rows are not contiguous, with the names of the arguments that they are, of a call on a
-    GPU that PyTorch has a kernel for but for them."""
+    """Return {operand whose rows are not contiguous: names of the arguments that it is} of a call on a GPU.
+
+    It is empty for a call that no kernel would take with contiguous operands.
+    """
     named = arguments(call)
     query, mask = named["query"], named["attn_mask"]
     if query.meta["val"].device.type != "cuda" or query.meta["val"].dim() != 4 or named["enable_gqa"]:
         return {}
     if no_kernel(query, named["value"], mask, named["dropout_p"]):
         return {}
-    found: dict[fx.Node, str] = {}
+    operands: dict[fx.Node, str] = {}
     for name in ("query", "key", "value", "attn_mask"):
         node = named[name]
         if node is None:
             continue
         value = node.meta["val"]
         if expression(value.stride(-1)) != 1 and expression(value.shape[-1]) != 1:
-            found[node] = f"{found[node]}, {name}" if node in found else name
-    return found
+            operands[node] = f"{operands[node]}, {name}" if node in operands else name
+    return operands
 
 
 def _contiguous(call: fx.Node, operand: fx.Node) -> fx.Node:
-    """Return a contiguous copy, which is spread where the operand is. Calls of attention share one."""
+    """Return a contiguous copy, which is expanded if the operand is. Calls of attention share one."""
     is_spread = operand.target is _aten.expand.default
     source: Any = operand.args[0] if is_spread else operand
     sizes = operand.args[1:2] if is_spread else ()
@@ -133,19 +135,21 @@ def _contiguous(call: fx.Node, operand: fx.Node) -> fx.Node:
 
 
 def _copies(call: fx.Node) -> dict[fx.Node, str]:
-    """Copies that this call alone reads, with the names of its arguments that they are."""
+    """Return {copy that only this call reads: names of the call's arguments that it is}."""
     named = arguments(call)
-    found: dict[fx.Node, str] = {}
+    copies: dict[fx.Node, str] = {}
     for name in ("query", "key", "value"):
         node = named[name]
         if node.target in COPIES - {_aten.alias.default} and list(node.users) == [call]:
-            found[node] = f"{found[node]}, {name}" if node in found else name
-    return found
+            copies[node] = f"{copies[node]}, {name}" if node in copies else name
+    return copies
 
 
 def _exchange(call: fx.Node, old: fx.Node, new: fx.Node, otherwise: str) -> None:
-    """Have a call read an operand that lies in another way. Raises Refused, with the graph as it was, whose
-    text begins with `otherwise`."""
+    """Let a call read `new`, which has other strides than `old`.
+
+    Raises Refused, with the graph as it was and a text that begins with `otherwise`.
+    """
     before = call.args, call.kwargs
     call.replace_input_with(old, new)
     try:
@@ -156,7 +160,7 @@ def _exchange(call: fx.Node, old: fx.Node, new: fx.Node, otherwise: str) -> None
 
 
 def _refuse_strides(value: torch.Tensor) -> None:
-    """Raises Refused for a tensor that no fused kernel reads as it lies."""
+    """Raise Refused for a tensor that no fused kernel reads with its strides."""
     if value.stride(-1) != 1:
         raise Refused("its rows are not contiguous")
     sizes = zip(value.stride()[:-1], value.shape[:-1], strict=True)
@@ -170,22 +174,22 @@ def _refuse_strides(value: torch.Tensor) -> None:
 
 
 def _factors(call: fx.Node) -> dict[str, tuple[fx.Node, float]]:
-    """The products of the query and the key with a positive number that nothing else reads."""
+    """Return the products of the query and the key with a positive number that nothing else reads."""
     named = arguments(call)
     if named["scale"] is None and type(named["query"].meta["val"].shape[-1]) is not int:
         return {}
-    found: dict[str, tuple[fx.Node, float]] = {}
+    factors: dict[str, tuple[fx.Node, float]] = {}
     for name in ("query", "key"):
         node, user = named[name], call
         while node.target in RESHAPES | PERMUTATIONS | COPIES and list(node.users) == [user]:
             node, user = node.all_input_nodes[0], node
         if list(node.users) == [user] and (factor := _factor(node)) is not None:
-            found[name] = (node, factor)
-    return found
+            factors[name] = (node, factor)
+    return factors
 
 
 def _factor(node: fx.Node) -> float | None:
-    """c of x * c or x / c."""
+    """Return the factor of x * c or x / c if it is a positive number, else None."""
     if node.target not in (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul.Scalar, _aten.div.Scalar):
         return None
     source, other = node.args[:2]

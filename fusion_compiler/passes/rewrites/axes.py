@@ -1,4 +1,4 @@
-"""Which axes the dimensions of a tensor are made of, so that layouts are told apart from meaning.
+"""The axes that the dimensions of a tensor are made of: the meaning of a dimension apart from its place.
 
     [batch * heads, rows, keys]   is   ((batch, heads), (rows,), (keys,))
 
@@ -21,7 +21,7 @@ from fusion_compiler.passes.rewrites.mask_algebra import expression
 _aten = torch.ops.aten
 Dim = tuple[int, ...]
 Layout = tuple[Dim, ...]
-# Row-major order stays: the result's shape says it all.
+# These keep row-major order, so that the result's shape is all that describes them.
 RESHAPES = {
     _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.flatten.using_ints,
     _aten.unflatten.int, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
@@ -32,18 +32,18 @@ PERMUTATIONS = {
     _aten.transpose.int, _aten.permute.default, _aten.t.default, _aten.mT.default, _aten.swapaxes.default,
     _aten.swapdims.default, _aten.movedim.int, _aten.movedim.intlist, _aten.numpy_T.default,
 }  # fmt: skip
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes by which a dimension is known again
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that identify the dimensions of a probe
 
 
 class Axes:
-    """The axes of one computation, and what became of those that a view cut."""
+    """The axes of one computation, and the parts of those that a view cut."""
 
     def __init__(self) -> None:
         self._sizes: list[sympy.Expr] = []
         self._parts: dict[int, Dim] = {}
 
     def new(self, size: sympy.Expr) -> Dim:
-        """A dimension of its own."""
+        """Return a dimension of a new axis; no axis if its size is 1."""
         if size == 1:
             return ()
         self._sizes.append(size)
@@ -53,13 +53,13 @@ class Axes:
         return self._sizes[axis]
 
     def now(self, dim: Iterable[int]) -> Dim:
-        """A dimension's axes after all cuts."""
+        """Return a dimension's axes after all cuts."""
         return tuple(
             a for axis in dim for a in (self.now(self._parts[axis]) if axis in self._parts else (axis,))
         )
 
     def through(self, node: fx.Node, layout: Layout) -> Layout | None:
-        """The layout after a view, a permutation or a copy; None for another operator.
+        """Return the layout after a view, a permutation or a copy, or None for another operator.
 
         Raises Refused for a view that cuts across axes.
         """
@@ -98,14 +98,14 @@ def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
 
 
 def permutation(node: fx.Node, rank: int) -> list[int]:
-    """Which dimension of its operand each dimension of a permutation is."""
+    """Return for each dimension of a permutation's result which dimension of the operand it is."""
     probe = torch.empty(_PRIMES[:rank], device="meta")
     target: Any = node.target
     return [_PRIMES.index(s) for s in target(probe, *node.args[1:], **node.kwargs).shape]
 
 
-def _quotient(whole: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
-    """whole / part, where that is a whole number for all sizes."""
-    ratio: Any = sympy.cancel(whole / part)
+def _quotient(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:
+    """Return size / part, or None if that is not an integer for all values of the symbols."""
+    ratio: Any = sympy.cancel(size / part)
     is_whole = ratio.is_Integer or (not ratio.is_number and sympy.denom(ratio) == 1)
     return ratio if is_whole else None

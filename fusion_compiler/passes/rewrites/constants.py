@@ -28,7 +28,7 @@ _FILLS: dict[str, Any] = {
 
 
 def base_name(node: fx.Node) -> str:
-    """An ATen call's name, that of the functional form for one in place; "" for anything else."""
+    """Return an ATen call's name, of the functional form for one in place, or "" for anything else."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return ""
     name = node.target._schema.name.removeprefix("aten::")
@@ -36,7 +36,7 @@ def base_name(node: fx.Node) -> str:
 
 
 def constant(value: Any) -> float | None:
-    """The number that all elements of `value` are, whatever the graph's inputs; None where none is known."""
+    """Return the number that all elements of `value` are for all inputs of the graph, or None."""
     if isinstance(value, int | float):
         return float(value)
     if (
@@ -45,16 +45,16 @@ def constant(value: Any) -> float | None:
         or _written(value)
     ):
         return None
-    found = _stored(value) if value.op == "get_attr" else _made(value)
+    number = _stored(value) if value.op == "get_attr" else _filled(value)
     dtype = value.meta["val"].dtype
-    if found is None or dtype.is_complex:
+    if number is None or dtype.is_complex:
         return None
     with unset_fake_temporarily():
-        return float(torch.tensor(found, dtype=dtype).item())
+        return float(torch.tensor(number, dtype=dtype).item())
 
 
 def _written(node: fx.Node) -> bool:
-    """Whether anything may change a tensor after it was made."""
+    """True if a tensor may be written in place after it was computed."""
     for user in node.users:
         if not isinstance(user.target, OpOverload) or user.target is _aten.detach_.default:
             continue
@@ -63,16 +63,16 @@ def _written(node: fx.Node) -> bool:
     return False
 
 
-def _made(node: fx.Node) -> float | None:
+def _filled(node: fx.Node) -> float | None:
     name = base_name(node)
     if name in _FILLS:
-        given = _FILLS[name]
-        return constant(arguments(node)[given]) if isinstance(given, str) else given
+        fill = _FILLS[name]
+        return constant(arguments(node)[fill]) if isinstance(fill, str) else fill
     return constant(node.args[0]) if name in _SAME else None
 
 
 def _stored(node: fx.Node) -> float | None:
-    """A literal of the model's code (torch.tensor(0.5)), as the trace stores it."""
+    """Return the number of a literal of the model's code, torch.tensor(0.5), as traces store it, or None."""
     if any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
         return None
     literal = getattr(node.graph.owning_module, str(node.target), None)
@@ -83,28 +83,28 @@ def _stored(node: fx.Node) -> float | None:
 
 
 def values(node: fx.Node) -> frozenset[float] | None:
-    """All numbers that elements of `node` may be; None where they depend on data."""
+    """Return all numbers that elements of `node` may be, or None if they depend on data."""
     if (number := constant(node)) is not None:
         return frozenset((number,))
-    found = None if _written(node) else _chosen(node)
-    if found is None or len(found) > _MOST:
+    numbers = None if _written(node) else _chosen(node)
+    if numbers is None or len(numbers) > _MOST:
         return None
     dtype = node.meta["val"].dtype
     with unset_fake_temporarily():
-        return frozenset(float(torch.tensor(v, dtype=torch.float64).to(dtype).item()) for v in found)
+        return frozenset(float(torch.tensor(v, dtype=torch.float64).to(dtype).item()) for v in numbers)
 
 
 _MOST = 8
 
 
 def _chosen(node: fx.Node) -> set[float] | None:
-    """Before they are rounded to the node's dtype."""
+    """Return the numbers of `values` before they are rounded to the node's dtype, or None."""
     name = base_name(node)
     if name in _SAME or name in ("permute", "transpose", "slice", "select", "squeeze"):
         return _bool_or(node.args[0])
     if name in ("tril", "triu"):
-        given = _bool_or(node.args[0])
-        return given and given | {0.0}
+        numbers = _bool_or(node.args[0])
+        return numbers and numbers | {0.0}
     if name not in _POINTWISE:
         return None
     function, names = _POINTWISE[name]
@@ -122,8 +122,8 @@ def _bool_or(value: Any) -> set[float] | None:
         return {float(value)} if isinstance(value, int | float) else None
     if value.meta["val"].dtype is torch.bool:
         return {0.0, 1.0}
-    found = values(value)
-    return None if found is None else set(found)
+    numbers = values(value)
+    return None if numbers is None else set(numbers)
 
 
 _POINTWISE: dict[str, tuple[Callable[..., float] | None, tuple[str, ...]]] = {

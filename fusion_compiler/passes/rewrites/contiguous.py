@@ -1,11 +1,11 @@
-"""A sequence that comes in transposed memory order is laid out by rows once.
+"""A sequence in transposed memory order is stored by rows once.
 
     y = elementwise(transpose(conv(x)), ...)   ->   y = contiguous(elementwise(...))
 
-Element-wise ops hand the strides of their operands on: after a convolution over time, the whole
-residual stream of a speech encoder lies feature by feature, and every normalization along the
-features and every linear reads it across the grain. The copy costs nothing: it is the order in
-which the kernel that computes y stores it.
+Results of element-wise ops have the strides of their operands: after a convolution over time, the
+entire residual stream of a speech encoder lies feature by feature, and every normalization along
+the features and every linear reads it with large strides. The copy costs nothing: it is the order
+in which the kernel that computes y stores it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 
 
 def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Store by rows what element-wise ops of `gm` would hand on in another order."""
-    found = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
-    return edited(gm, [Site(RULE, node.name, functools.partial(_store_by_rows, node)) for node in found])
+    """Store by rows the results of element-wise ops of `gm` that would be in another order."""
+    starts = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
+    return edited(gm, [Site(RULE, node.name, functools.partial(_store_by_rows, node)) for node in starts])
 
 
 def _store_by_rows(stored: fx.Node, nodes: Nodes) -> str:
@@ -42,14 +42,14 @@ def _store_by_rows(stored: fx.Node, nodes: Nodes) -> str:
 
 
 def _starts_stream(node: fx.Node) -> bool:
-    """An element-wise op that itself mixes orders: a later one gets its operands in row order already."""
+    """True for the first element-wise op of a transposed stream: later ones read its result in row order."""
     if not _is_transposed(node) or not _is_elementwise(node):
         return False
     return not any(_is_elementwise(source) and _is_transposed(source) for source in node.all_input_nodes)
 
 
 def shows(node: fx.Node) -> bool:
-    """Whether a result of the graph would have other strides if `node` had."""
+    """True if a result of the graph would have other strides if `node` had."""
     seen: set[fx.Node] = set()
     reached = [node]
     while reached:
@@ -63,7 +63,7 @@ def shows(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether strides may depend on those of the operands: of views, and of what is not in row order."""
+    """True if a node's strides may depend on its operands': it is a view, or not in row order."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_contiguous():
         return True

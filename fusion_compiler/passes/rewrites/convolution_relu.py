@@ -3,7 +3,7 @@
     relu(conv2d(x, w, b))       ->   convolution_relu(x, w, b)
     relu(conv2d(x, w, b) + z)   ->   convolution_relu(x, w, b, z)
 
-By cuDNN, in 16 bits with channels innermost, and where no gradient is wanted (`ir/convolution_relu.py`).
+cuDNN computes it in 16 bits with channels innermost, if no gradient is wanted (`ir/convolution_relu.py`).
 Measured on an H200 over the convolutions of a ResNet-50 with 128 images: the first takes as long as the
 convolution alone, the second less than the convolution and a kernel behind it.
 """

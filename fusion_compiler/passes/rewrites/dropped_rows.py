@@ -2,9 +2,9 @@
 
     linear(x, w, b).float()[:, :-1]   ->   linear(x[:, :-1], w, b).float()
 
-A loss of shifted labels is written so: the last position has nothing to predict. What is saved is little; but
-what is left is a loss whose logits have one set of rows, in the loss and in the product, so that neither
-needs them whole (`passes/chunks`). The gradient of the rows that were dropped is zero either way.
+A loss of shifted labels is written so: the last position has nothing to predict. This saves little time, but
+the loss and the product then have the same rows, so that the logits can be computed in chunks
+(`passes/chunks`). The gradient of the rows that were dropped is zero either way.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def _look(cut: fx.Node, written: set[fx.Node]) -> Replacement | None:
 
 
 def _chain(cut: fx.Node) -> list[fx.Node]:
-    """The linear whose rows are cut and what is computed of its result before, element by element, if nothing
-    else reads either; [] for any other slice."""
+    """Return the linear whose rows are cut and the pointwise calls between it and the slice `cut`.
+
+    Return [] for any other slice, and if other nodes read the linear or one of the calls.
+    """
     named = arguments(cut)
-    value, whole = cut.meta["val"], named["self"].meta["val"]
+    value, operand = cut.meta["val"], named["self"].meta["val"]
     along_rows = named["dim"] % value.dim() != value.dim() - 1
-    if not along_rows or named["step"] != 1 or value.shape == whole.shape:
+    if not along_rows or named["step"] != 1 or value.shape == operand.shape:
         return []
     chain = [named["self"]]
     while _is_pointwise(chain[0]) and len(chain[0].users) == 1:
@@ -50,24 +52,24 @@ def _chain(cut: fx.Node) -> list[fx.Node]:
     if linear.target is not _aten.linear.default or len(linear.users) != 1:
         return []
     features, hidden = (n if isinstance(n, int) else 0 for n in arguments(linear)["weight"].meta["val"].shape)
-    return chain if features > hidden else []  # the part of the input that is left may be copied
+    return chain if features > hidden else []  # the remaining part of the input may be copied
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    """A call that makes each element from one of its one operand, of the same shape."""
+    """True for a call that computes each element from one element of its one operand, of the same shape."""
     if node.op != "call_function" or len(node.all_input_nodes) != 1:
         return False
     spec = spec_of(node.target)
     computes = spec is not None and spec.kind is Kind.ELEMENTWISE and spec.expr is not None
     if not computes and getattr(node.target, "_opname", "") not in CONVERSIONS:
         return False
-    result, operand = node.meta["val"], node.all_input_nodes[0].meta["val"]  # which may be a size
+    result, operand = node.meta["val"], node.all_input_nodes[0].meta["val"]  # the operand may be a size
     return isinstance(operand, torch.Tensor) and result.shape == operand.shape
 
 
 def _reason(cut: fx.Node, linear: fx.Node) -> str:
-    there, here = (tuple(n.meta["val"].shape[:-1]) for n in (linear, cut))
-    return f"of rows {there} the model reads {here}"
+    computed, read = (tuple(n.meta["val"].shape[:-1]) for n in (linear, cut))
+    return f"of rows {computed} the model reads {read}"
 
 
 def _moved(cut: fx.Node, chain: list[fx.Node]) -> fx.Node:

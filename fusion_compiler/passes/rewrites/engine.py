@@ -1,7 +1,7 @@
 """The frame of all rewrites: find, check, copy the graph, replace, trace strides again, note.
 
-A rewrite is `Rules`, code before and after, or `Replacements`, a function of one node that returns what is to
-stand in its place. Those of users (`user.py`) are found and replaced in the same frame.
+A rewrite is `Rules`, code before and after, or `Replacements`, a function of one node that returns its
+replacement. Rewrites of users (`user.py`) are found and replaced in the same frame.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fusion_compiler.passes.patterns.trace import Traced
 from fusion_compiler.patterns import Rewrite, Where
 
 aten = torch.ops.aten
-Nodes = dict[fx.Node, fx.Node]  # those of a copy, by those of the original
+Nodes = dict[fx.Node, fx.Node]  # node of the original -> node of the copy
 
 
 @dataclass(frozen=True)
 class Site:
     """A place in a graph that a rewrite looked at.
 
-    rule, node: as in a Decision. edit: changes the copy of the graph and returns what it did, "" if no
-        note is to say so, or raises Refused and leaves the copy as it was; a string is the reason why nothing
-        is to be done.
+    rule, node: as in a Decision. edit: changes the copy of the graph and returns the text of the note, "" for
+        no note, or raises Refused and leaves the copy as it was; a string is the reason why nothing is to be
+        done.
     """
 
     rule: str
@@ -76,9 +76,10 @@ def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, D
 class Replacement:
     """A replacement of one node.
 
-    make: called with {node: its copy} at the place of the copy; emits what is to replace it and returns that,
-        or changes the copy and returns it. Raises Refused. note: what is done. ops: other nodes that are not
-        needed any more, in-place ones too. of: the node that is replaced, if not the one that was looked at.
+    make: called with {node: its copy} at the place of the copy; emits the replacement and returns it, or
+        changes the copy and returns that. Raises Refused. note: the text of the note. ops: other nodes that
+        are not needed any more, in-place ones too. of: the node that is replaced, if it is not the one that
+        was looked at.
     """
 
     make: Callable[[Nodes], fx.Node]
@@ -107,14 +108,14 @@ class Replacement:
 
 
 def _layout(node: fx.Node) -> Any:
-    """Return the strides that count."""
+    """Return the strides of the dimensions of more than one element."""
     value = node.meta["val"]
     return [step_of(t) for n, t in zip(value.shape, value.stride(), strict=True) if dim_of(n) != 1]
 
 
 def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
-    """Let the readers of a new node take it as it lies; copy it in eager's order, that of `like`, where they
-    would see that. False if that is not contiguous."""
+    """Let the readers of a new node take it with its strides, or copy it in the order of `like`, eager's
+    value, if they would see the difference. Return False if that order is not contiguous."""
     lying, result.meta["val"] = result.meta["val"], like
     try:
         trace_strides(result, refuse_strides)
@@ -129,7 +130,7 @@ def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
 
 
 def _erase(node: fx.Node, ops: Iterable[fx.Node]) -> None:
-    """Erase a node, and what nothing but it has read: pure calls, and any of `ops`."""
+    """Erase a node, and the pure calls and nodes of `ops` that then have no reader."""
     ops, erased = {*ops}, {node}
     pending = [*node.all_input_nodes, *ops]
     node.graph.erase_node(node)
@@ -189,9 +190,9 @@ class Rule(Rewrite):
     the two are equal, the first of `examples`, from which tests draw others.
 
     where: called with the result of `code` and the arguments. True if the two are equal, False if this is no
-        match, or the reason why a match is left. pays: the same about what does not change results.
+        match, or the reason why a match is left. pays: the same, for conditions that do not change results.
     considers: called with the node of the result, before anything is matched; False if this is no match.
-    note: what is done, or a function of result and arguments that says so.
+    note: the text of the note, or a function of result and arguments that returns it.
     """
 
     pays: Where = _always
@@ -203,7 +204,7 @@ class Rule(Rewrite):
         """Allow any example."""
 
     def verdict(self, result: Any, *arguments: Any) -> bool | str:
-        """Return what `where` says, or `pays` if that agrees."""
+        """Return the answer of `where`, or that of `pays` if it is True."""
         said = True if self.where is None else self.where(result, *arguments)
         return self.pays(result, *arguments) if said is True else said
 
@@ -227,7 +228,7 @@ def rule(
 class Rules:
     """A rewrite that is code before and code after, in one or several forms: the first that fits is taken.
 
-    inference: whether it leaves alone what a gradient is wanted of.
+    inference: True if it does not apply to nodes whose gradient is wanted.
     """
 
     name: str
@@ -285,7 +286,7 @@ def _as_lists(value: Any) -> Any:
 
 
 def _is_apart(root: fx.Node, ops: Sequence[fx.Node], operands: Sequence[Any]) -> bool:
-    """True if nothing else reads what lies between the matched ops, nor memory of others that they write."""
+    """True if no other node reads a result between the matched ops, nor memory of others that these write."""
     if any(not {*op.users} <= {*ops} for op in ops if op is not root):
         return False
     for op in ops:

@@ -1,5 +1,8 @@
-"""Whether the two sides of a rewrite are equal, gradients too: their maths in float64, and what comes of it
-in the dtypes of the example, where the replacement must be as close to the float64 truth as the code is."""
+"""The check that the two sides of a rewrite are equal, gradients too.
+
+Their maths is compared in float64, and their results in the dtypes of the example, where the replacement must
+be as close to the float64 truth as the code is.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ from fusion_compiler.patterns import Code, Rewrite
 from fusion_compiler.runtime.verify import ROUNDINGS, WORSE
 
 TOLERANCE = 1e-8  # of the largest result; float64 keeps sixteen digits
-SEEDS = 3  # that a short counterexample is looked for with
+SEEDS = 3  # to look for a short counterexample with
 
 
 class InFloat64(TorchDispatchMode):
-    """Casts to narrower floats stay in float64: what is compared is the maths, not its rounding."""
+    """A mode in which casts to narrower floats stay in float64, to compare the maths and not its rounding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -35,8 +38,8 @@ class InFloat64(TorchDispatchMode):
 
 
 def check_equal(rule: Rewrite) -> None:
-    """Raises RewriteNotEqualError with the inputs that show the difference, or InvalidPatternError where
-    a side does not run on the example. The global random state is left as it is."""
+    """Raise RewriteNotEqualError with the inputs that show the difference, or InvalidPatternError if a side
+    does not run on the example. The global random state is left as it is."""
     with apart(), torch.random.fork_rng(devices=[]):
         for number, trial in enumerate(trials(rule)):
             try:
@@ -46,7 +49,7 @@ def check_equal(rule: Rewrite) -> None:
                     raise InvalidPatternError(
                         pattern=rule.name, detail=f"its code fails: {failed.error}"
                     ) from failed.error
-                continue  # the code takes no such sizes or numbers
+                continue  # the code does not take these sizes or numbers
             except _AfterError as failed:
                 if number == 0:
                     detail = f"its replacement fails: {failed.error}"
@@ -76,7 +79,10 @@ class _AfterError(_SideError):
 
 @dataclass(frozen=True)
 class _Difference:
-    """what: which result. error: by how much. where: the element that is worst. before, after: all of it."""
+    """A result in which the two sides differ.
+
+    what: which result. error: by how much. where: the worst element. before, after: all elements.
+    """
 
     what: str
     error: str
@@ -87,8 +93,10 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Pair:
-    """One result of both sides. typical: of a gradient the size of the terms that it is a sum of, which may
-    cancel out; 0 of an output."""
+    """One result of both sides.
+
+    typical: for a gradient the size of the terms that it is a sum of, which may cancel out; 0 for an output.
+    """
 
     what: str
     before: Tensor
@@ -98,8 +106,11 @@ class _Pair:
 
 @dataclass(frozen=True)
 class _Results:
-    """outputs: what a side returns. gradients: of a projection of these, in the order of the floating
-    arguments; empty where they are not compared."""
+    """The results of one side.
+
+    outputs: the tensors that it returns. gradients: those of a projection of the outputs, in the order of the
+    floating arguments; empty if they are not compared.
+    """
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -109,21 +120,21 @@ Tangent = Callable[[torch.Size], Tensor]
 
 
 def _differences(rule: Rewrite, trial: Trial, tangent: Tangent) -> list[_Difference]:
-    """The results that differ on some inputs, outputs first: in float64, or else in the example's dtypes.
+    """Return the results that differ on a trial, outputs first: in float64, or else in the example's dtypes.
 
     Raises _CodeError and _AfterError.
     """
     exact, theirs = _both(rule, trial, tangent, wide=True)
-    found = [_difference(pair) for pair in _pairs(rule, trial, exact, theirs)]
-    if not any(found):
+    differences = [_difference(pair) for pair in _pairs(rule, trial, exact, theirs)]
+    if not any(differences):
         pairs = _pairs(rule, trial, *_both(rule, trial, tangent, wide=False))
         truth = [*exact.outputs, *exact.gradients]
-        found = [_rounding(*row) for row in zip(pairs, truth, strict=True)]
-    return [d for d in found if d is not None]
+        differences = [_rounding(*row) for row in zip(pairs, truth, strict=True)]
+    return [d for d in differences if d is not None]
 
 
 def _both(rule: Rewrite, trial: Trial, tangent: Tangent, *, wide: bool) -> tuple[_Results, _Results]:
-    """What the two sides give. wide: in float64, also where the code casts to less."""
+    """Return the results of the two sides. wide: compute in float64, also where the code casts to less."""
     inputs = [v.double() if wide and is_float(v) else v for v in trial.inputs]
     try:
         before = _results(rule.code, inputs, trial.kind.generic, tangent, wide)
@@ -139,22 +150,22 @@ def _results(code: Code, inputs: Sequence[Any], generic: bool, tangent: Tangent,
     fresh = [v.detach().clone().requires_grad_(generic) if is_float(v) else v for v in inputs]
     state = torch.get_rng_state()
     with InFloat64() if wide else nullcontext():
-        found = code(*fresh)
-        outputs: list[Tensor] = list(found) if isinstance(found, tuple | list) else [found]
+        returned = code(*fresh)
+        outputs: list[Tensor] = list(returned) if isinstance(returned, tuple | list) else [returned]
         torch.set_rng_state(state)
         live = [o for o in outputs if o.requires_grad]
         tangents = [tangent(o.shape).to(o.dtype) for o in live]
         sources = [v for v in fresh if is_float(v) and generic]
-        given: Sequence[Tensor | None] = [None] * len(sources)
+        grads: Sequence[Tensor | None] = [None] * len(sources)
         if live:
-            given = torch.autograd.grad(live, sources, tangents, allow_unused=True)
+            grads = torch.autograd.grad(live, sources, tangents, allow_unused=True)
     torch.set_rng_state(state)
-    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(sources, given, strict=True)]
+    gradients = [torch.zeros_like(v) if g is None else g for v, g in zip(sources, grads, strict=True)]
     return _Results([o.detach() for o in outputs], gradients)
 
 
 def _pairs(rule: Rewrite, trial: Trial, before: _Results, after: _Results) -> list[_Pair]:
-    """Raises InvalidPatternError where the sides have not as many results."""
+    """Return pairs of results. Raises InvalidPatternError if the sides return different numbers of them."""
     if len(before.outputs) != len(after.outputs):
         detail = f"its code returns {len(before.outputs)} tensors, its replacement {len(after.outputs)}"
         raise InvalidPatternError(pattern=rule.name, detail=detail)
@@ -172,7 +183,7 @@ def _pairs(rule: Rewrite, trial: Trial, before: _Results, after: _Results) -> li
 
 
 def _difference(pair: _Pair) -> _Difference | None:
-    """Of the maths."""
+    """Return the difference of a pair in float64, or None."""
     a, b = pair.before, pair.after
     if a.shape != b.shape:
         return _Difference(pair.what, f"its form ({_form(a)}, then {_form(b)})", "", a, b)
@@ -186,9 +197,11 @@ def _difference(pair: _Pair) -> _Difference | None:
 
 
 def _rounding(pair: _Pair, exact: Tensor) -> _Difference | None:
-    """In the dtypes of the example, where the maths is the same: a result may be off by four roundings of its
-    dtype, by 64 of float32 (float64 for float64), or four times as far as the code's own is. The strides of
-    gradients are autograd's."""
+    """Return the difference of a pair in the dtypes of the example, if the maths is the same, or None.
+
+    A result may be off by four roundings of its dtype, by 64 of float32 (float64 for float64), or by four
+    times the error of the code itself. The strides of gradients are not compared: they are autograd's.
+    """
     a, b = pair.before, pair.after
     if _form(a) != _form(b) or (not pair.typical and _strides(a) != _strides(b)):
         forms = (f"{_form(x)} with strides {list(x.stride())}" for x in (a, b))
@@ -196,16 +209,16 @@ def _rounding(pair: _Pair, exact: Tensor) -> _Difference | None:
     ours, theirs = _numbers(a), _numbers(b)
     truth = _numbers(exact.to(a.dtype)) if exact.shape == a.shape else ours
     off = _no_nan(torch.where(_same(ours, truth), 0.0, (ours - truth).abs()))
-    own = float(off.max()) if off.numel() else 0.0
+    largest = float(off.max()) if off.numel() else 0.0
     wrong = torch.where(_same(ours, theirs) | _same(truth, theirs), 0.0, (theirs - truth).abs())
     inexact = a.dtype.is_floating_point or a.dtype.is_complex
-    allowed = max(WORSE * own, _roundings(a.dtype) * max(_scale(truth), pair.typical)) if inexact else 0.0
+    allowed = max(WORSE * largest, _roundings(a.dtype) * max(_scale(truth), pair.typical)) if inexact else 0.0
     bad = ~((wrong <= allowed) & wrong.isfinite())
     if not bool(bad.any()):
         return None
     error, where = _worst(ours, theirs, wrong, bad)
     dtype = str(a.dtype).removeprefix("torch.")
-    return _Difference(pair.what, f"{error} ({dtype}; the code itself is off by {own:.1e})", where, a, b)
+    return _Difference(pair.what, f"{error} ({dtype}; the code itself is off by {largest:.1e})", where, a, b)
 
 
 def _roundings(dtype: torch.dtype) -> float:
@@ -218,7 +231,7 @@ def _numbers(values: Tensor) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Equal infinities and NaN too."""
+    """Return where two tensors are equal, infinities and NaN included."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
@@ -227,13 +240,13 @@ def _no_nan(values: Tensor) -> Tensor:
 
 
 def _scale(values: Tensor) -> float:
-    """The largest finite absolute value."""
+    """Return the largest finite absolute value, or 0."""
     finite = values[values.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
 def _worst(before: Tensor, after: Tensor, wrong: Tensor, bad: Tensor) -> tuple[str, str]:
-    """(by how much, which element) of two that differ."""
+    """Return (by how much, which element) for the worst element of two tensors that differ."""
     wrong = _no_nan(wrong)
     at = int(torch.where(bad, wrong, -1.0).argmax())
     where = f": element {at} is {float(before[at]):.6g}, then {float(after[at]):.6g}"
@@ -245,25 +258,27 @@ def _form(value: Tensor) -> str:
 
 
 def _strides(value: Tensor) -> tuple[int, ...]:
-    """Those that count."""
+    """Return the strides of the dimensions of more than one element."""
     steps = zip(value.stride(), value.shape, strict=True)
     return tuple(s for s, n in steps if n > 1) if value.numel() else ()
 
 
 def _not_equal(rule: Rewrite, trial: Trial, differences: Sequence[_Difference]) -> RewriteNotEqualError:
-    """With numbers small enough to read, where such inputs differ too."""
+    """Return the error, with inputs small enough to read if the sides differ on such inputs too."""
     first = differences[0]
-    found = f"{trial.label}{first.where}"
+    example = f"{trial.label}{first.where}"
     lines = _small_counterexample(rule, trial)
-    shown = [*lines, f"found with {found}"] if lines else [found]
+    shown = [*lines, f"found with {example}"] if lines else [example]
     others = [f"{d.what} differs by {d.error} too" for d in differences[1:]]
     text = "\n    ".join([*shown, *others])
     return RewriteNotEqualError(pattern=rule.name, what=first.what, error=first.error, counterexample=text)
 
 
 def _small_counterexample(rule: Rewrite, trial: Trial) -> list[str]:
-    """Inputs of two to four elements a side, of few digits, and what differs for them; none where the sides
-    agree there, or take no such sizes."""
+    """Return lines with inputs of two to four elements a side, of few digits, and the results that differ.
+
+    Return none if the sides agree on such inputs, or take no such sizes.
+    """
     sizes = sorted({s for v in rule.example if isinstance(v, Tensor) for s in v.shape if s > 1})
     twos = dict.fromkeys(sizes, 2)
     apart = {size: min(2 + i, 4) for i, size in enumerate(sizes)}
@@ -271,36 +286,36 @@ def _small_counterexample(rule: Rewrite, trial: Trial) -> list[str]:
         short = small(rule, trial, seed, each)
         try:
             differences = _differences(rule, short, tangent)
-        except Exception:  # other sizes than the example's are not for this code
+        except Exception:  # the code does not take these sizes
             continue
         if differences:
             names = parameter_names(rule.code, len(short.inputs))
-            given = ", ".join(f"{n} = {_text(v)}" for n, v in zip(names, short.inputs, strict=True))
+            inputs = ", ".join(f"{n} = {_text(v)}" for n, v in zip(names, short.inputs, strict=True))
             shown = [
-                f"{d.what}{of if 'gradient' in d.what else ''} is {_told_apart(d.before, d.after)}"
+                f"{d.what}{of if 'gradient' in d.what else ''} is {_distinct_texts(d.before, d.after)}"
                 for d in _first_of_each(differences)
             ]
-            return [given, *shown]
+            return [inputs, *shown]
     return []
 
 
 def _first_of_each(differences: Sequence[_Difference]) -> list[_Difference]:
-    """The first output and the first gradient that differ."""
+    """Return the first output and the first gradient that differ."""
     return list({"gradient" in d.what: d for d in reversed(differences)}.values())[::-1]
 
 
 TANGENTS: dict[Tangent, str] = {torch.ones: " of the sum", torch.randn: " of a random combination"}
 
 
-def _told_apart(before: Tensor, after: Tensor) -> str:
-    """Both, with as many digits as it takes to see that they differ."""
+def _distinct_texts(before: Tensor, after: Tensor) -> str:
+    """Return the text of both tensors, with as many digits as it takes to see that they differ."""
     texts = [(_text(before, digits), _text(after, digits)) for digits in (4, 8, 16)]
     a, b = next(((a, b) for a, b in texts if a != b), texts[-1])
     return f"{a}, then {b}"
 
 
 def _text(value: Any, digits: int = 4) -> str:
-    """Tensors as lists, rounded."""
+    """Return a value as text, tensors as lists, rounded to some digits."""
     if isinstance(value, Tensor):
         return _text(value.tolist(), digits)
     if isinstance(value, list):

@@ -2,11 +2,11 @@
 
     _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ir.experts`)   with g[r] = #{e: offs[e] <= r}
 
-It takes as long as the matrices of these rows are read. A library's kernel is made for many rows of each
-expert; a cluster reads each row's matrix once, with what comes before and after the product.
+Such a product takes as long as the matrices of its rows are read. A library's kernel is made for many rows of
+each expert; a cluster reads each row's matrix once, with what comes before and after the product.
 
-Rows behind the last offset, which no expert has and eager leaves as they were allocated, get the last
-expert's product: g is clamped, and no index lies outside.
+Rows behind the last offset, which belong to no expert and which eager leaves uninitialised, get the last
+expert's product: g is clamped, so that no index lies outside.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Key = tuple[fx.Node, Dim, int]
 
 
 def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Let those grouped products of `gm` (ATen above autograd) that have few rows choose their matrices."""
+    """Let the grouped products of `gm` (ATen above autograd) that have few rows choose their matrices."""
     calls = [c for c in gm.graph.find_nodes(op="call_function", target=GROUPED) if _has_few_rows(c)]
     if not calls:
         return gm, ()
@@ -64,14 +64,14 @@ def fuse_expert_products(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]
 
 
 def _key(call: fx.Node) -> Key:
-    """What says of which matrix the rows of a call are: offsets, and how many rows and matrices there are."""
+    """Return (offsets, number of rows, number of matrices), which determine the matrix of each row."""
     named = arguments(call)
     rows, matrices = (named[n].meta["val"].shape[0] for n in ("self", "mat2"))
     return named["offs"], dim_of(rows), matrices
 
 
 def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing | str:
-    """The sort by which calls have their rows in order, if they need not be; else the reason."""
+    """Return the sort that orders the rows of calls if it can be left out, else the reason why it cannot."""
     try:
         routing = routing_of(key[0], key[2], written)
     except Refused as reason:
@@ -81,7 +81,7 @@ def _routing(key: Key, calls: list[fx.Node], written: set[fx.Node]) -> Routing |
 
 
 def _choose(call: fx.Node, numbers: fx.Node, matrices: int) -> fx.Node:
-    """Put a call in place that chooses among its matrices by their numbers."""
+    """Replace a call by one that chooses the matrix of each row by its number."""
     named = arguments(call)
     with call.graph.inserting_before(call):
         expert = emit(call, _aten.clamp.default, numbers, 0, matrices - 1)
@@ -121,7 +121,7 @@ def _described(call: fx.Node, routing: Routing | str) -> str:
 
 
 def _counted(call: fx.Node) -> fx.Node:
-    """int64 [rows of the call]: how many groups have ended before a row."""
+    """Emit int64 [rows of the call]: for each row the number of groups that end before it."""
     offsets, x = (arguments(call)[name] for name in ("offs", "self"))
     with call.graph.inserting_before(call), fake_mode([offsets.meta["val"]]):
         numbers = emit(call, _aten.arange.default, size_of(call, x, 0), device=offsets.meta["val"].device)

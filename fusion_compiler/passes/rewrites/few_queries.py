@@ -2,9 +2,9 @@
 
     sdpa(q, k, v, mask)   ->   attend(q, k, v, mask, scale, chunk)   (`ir.few_queries`)
 
-It takes as long as keys and values are read. A library gives each head to a few programs, and one with a
-mask to a kernel that is made for many queries; `capture.few_queries` writes it out in chunks of keys, as many
-as keep the whole device reading, and the planner makes two kernels of that.
+Such a call takes as long as keys and values are read. A library gives each head to a few programs, and a call
+with a mask to a kernel that is made for many queries. `capture.few_queries` writes the call out in as many
+chunks of keys as keep the entire device reading, and the planner makes two kernels of that.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fusion_compiler.passes.rewrites.grouped_query import repeated
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "decode attention"
-MOST_QUERIES = 8  # that share a head's keys: each has scores of its own in registers
+MOST_QUERIES = 8  # that share a head's keys: each has its scores in registers
 MOST_HEAD = 256
 KEYS = 2  # dimension of keys and values
 TILE = 16384  # elements of a chunk's keys: half of them make twice as many partial results
-LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of one; of which one program adds up a head's
-PROGRAMS = 264  # two for each multiprocessor of the largest device there is
+LEAST_CHUNK, MOST_CHUNKS = 16, 2048  # keys of a chunk; chunks of a head, which one program adds up
+PROGRAMS = 264  # two for each multiprocessor of the largest device
 
 
 def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
@@ -39,7 +39,7 @@ def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
 
 
 def _queries(call: fx.Node) -> int:
-    """How many queries share a head of keys; more than MOST_QUERIES where that is not known."""
+    """Return how many queries share a head of keys, or more than MOST_QUERIES if that is not known."""
     named = arguments(call)
     query, key = (named[n].meta["val"].shape for n in ("query", "key"))
     sizes = (*query[1:3], key[1]) if len(query) == len(key) == 4 else ()
@@ -54,15 +54,15 @@ def _refusal(call: fx.Node) -> str:
     query, key, value = tensors
     if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
         return "its gradient is wanted"
-    known = [*query.shape[1:], *(n for t in (key, value) for n in (t.shape[1], t.shape[-1]))]
-    if not all(isinstance(n, int) and n > 0 for n in known):
+    sizes = [*query.shape[1:], *(n for t in (key, value) for n in (t.shape[1], t.shape[-1]))]
+    if not all(isinstance(n, int) and n > 0 for n in sizes):
         return "its sizes are only known at run time"
     if not all(hinted(n) for n in (query.shape[0], key.shape[KEYS])):
         return "how many queries or keys it has, data decides"
     if not isinstance(key.shape[KEYS], int):
         if hinted(key.shape[KEYS]) <= 2 * LEAST_CHUNK:
             return "how many keys it has is only known at run time, and these are few"
-        if _viewed(named["key"]).target is _aten.cat.default:  # no number of chunks would do for long
+        if _viewed(named["key"]).target is _aten.cat.default:  # no number of chunks would fit for long
             return "its keys grow from call to call"
     if named["dropout_p"] or named["is_causal"]:
         return "its weights are dropped" if named["dropout_p"] else "a causal mask is not written out"
@@ -75,8 +75,8 @@ def _refusal(call: fx.Node) -> str:
     if max(query.shape[-1], value.shape[-1]) > MOST_HEAD:
         return f"heads of {query.shape[-1]} are larger than {MOST_HEAD}"
     mask = named["attn_mask"]
-    own = 1 if mask is None or mask.meta["val"].dim() < 3 else mask.meta["val"].shape[-3]
-    if mask is not None and (mask.meta["val"].dim() > 4 or (query.shape[1] != key.shape[1] and own != 1)):
+    heads = 1 if mask is None or mask.meta["val"].dim() < 3 else mask.meta["val"].shape[-3]
+    if mask is not None and (mask.meta["val"].dim() > 4 or (query.shape[1] != key.shape[1] and heads != 1)):
         return "its mask is not one for each query of a key's head"
     return ""
 
@@ -92,37 +92,37 @@ def _keys(call: fx.Node) -> int | torch.SymInt:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node shows, as it is or with its heads repeated."""
+    """Return the tensor that a node is a view of, if need be through several views."""
     while is_view(node.target) and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
 
 
 def _floor(n: int) -> int:
-    """The largest power of two that is no larger than n, or 1."""
+    """Return the largest power of two that is no larger than n, or 1."""
     return 1 << max(0, n.bit_length() - 1)
 
 
 def _ceiling(n: int) -> int:
-    """The smallest power of two that is no smaller than n."""
+    """Return the smallest power of two that is no smaller than n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _chunk(call: fx.Node) -> int:
-    """Keys of a chunk: as few as give every multiprocessor something to read, as many as a tile holds."""
+    """Return the keys of a chunk: few enough to keep every multiprocessor reading, and to fit a tile."""
     named = arguments(call)
     batch, heads, *_ = named["key"].meta["val"].shape
     keys = hinted(_keys(call))
     size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
     fair = max(LEAST_CHUNK, _floor(hinted(batch) * heads * keys // PROGRAMS))
     chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))
-    if not isinstance(_keys(call), int):  # a graph for one chunk would be for no others
+    if not isinstance(_keys(call), int):  # a graph for one chunk would fit no other number of chunks
         chunk = min(chunk, _floor(keys // 2))
     return max(chunk, _ceiling(-(-keys // MOST_CHUNKS)))
 
 
 def _attend(call: fx.Node, capped: float | None = None) -> fx.Node:
-    """The operator's call, for each head of the keys with all of its queries."""
+    """Emit the operator's call, in which each head of the keys has all of its queries."""
     named, shape = arguments(call), call.meta["val"].shape
     query, mask = named["query"], named["attn_mask"]
     batch, heads, _, size = named["key"].meta["val"].shape
@@ -134,14 +134,15 @@ def _attend(call: fx.Node, capped: float | None = None) -> fx.Node:
     if mask is not None and mask.meta["val"].shape[-1] == 1:
         keys = named["key"].meta["val"].shape[2]
         mask = emit(call, _aten.expand.default, mask, [-1, -1, -1, keys])
-    made = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call), capped)
-    return emit(call, _aten.reshape.default, made, [batch, *shape[1:]])
+    result = emit(call, attend, grouped, named["key"], named["value"], mask, scale, _chunk(call), capped)
+    return emit(call, _aten.reshape.default, result, [batch, *shape[1:]])
 
 
 def capped_attention(call: fx.Node, capped: float) -> fx.Node:
-    """The operator in the place of an attention call that nothing reads, with scores that are
-    scale * tanh(capped * q k'). Raises Refused where it has many queries, or would stay a call for another
-    reason."""
+    """Replace an attention call that nothing reads by the operator, with scores scale * tanh(capped * q k').
+
+    Raises Refused if it has many queries, or would stay a call for another reason.
+    """
     named = arguments(call)
     key, value = (repeated(named[n]) for n in ("key", "value"))
     if key is not None and value is not None and named["query"].meta["val"].shape[2] == 1:
@@ -151,9 +152,9 @@ def capped_attention(call: fx.Node, capped: float) -> fx.Node:
         raise Refused("tanh of the scores of many queries")
     if reason := _refusal(call):
         raise Refused(f"tanh of the scores, and {reason}")
-    made = _attend(call, capped)
+    result = _attend(call, capped)
     call.graph.erase_node(call)
-    return made
+    return result
 
 
 DECODE_ATTENTION = Pass(

@@ -3,13 +3,13 @@
     sdpa(q, repeat(k, n), repeat(v, n))   ->   sdpa(q, k, v, enable_gqa=True)
 
 where repeat is unsqueeze-expand-reshape (repeat_kv of transformers) or repeat_interleave over
-the heads. Only where the flash kernel, which reads each key head for n query heads, takes the
-call: 16 bits on CUDA, no mask tensor, head sizes up to 256. Elsewhere PyTorch would repeat
-them itself, in the slower math path.
+the heads. It applies only if the flash kernel, which reads each key head for n query heads, takes
+the call: 16 bits on CUDA, no mask tensor, head sizes up to 256. Elsewhere PyTorch would repeat
+the heads itself, in the slower math path.
 
     sdpa(q, repeat(k, n), repeat(v, n), mask)   ->   sdpa(q as n queries of a key's head, k, v, mask)
 
-of one query a head, as in decoding, whose mask is the same for all heads: any kernel reads that.
+for one query a head, as in decoding, and a mask that is the same for all heads: any kernel reads that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _group(call: fx.Node) -> fx.Node:
 
 
 def _is_one_query(call: fx.Node) -> bool:
-    """Whether a call has one query for each head, and a mask that does not tell heads apart."""
+    """True if a call has one query for each head, and a mask that is the same for all heads."""
     named = arguments(call)
     query, mask = named["query"].meta["val"], named["attn_mask"]
     if query.dim() != 4 or mask is None or named["is_causal"] or named["enable_gqa"]:
@@ -80,7 +80,7 @@ def _refusal(call: fx.Node) -> str:
 
 
 def repeated(heads: fx.Node) -> fx.Node | None:
-    """The [batch, heads / n, length, size] tensor whose heads `heads` repeats n times each."""
+    """Return the [batch, heads / n, length, size] tensor of which `heads` repeats each head, or None."""
     if heads.target is _aten.repeat_interleave.self_int:
         named = arguments(heads)
         rank = heads.meta["val"].dim()
@@ -90,7 +90,7 @@ def repeated(heads: fx.Node) -> fx.Node | None:
     expanded = heads.args[0]
     if not isinstance(expanded, fx.Node) or expanded.target is not _aten.expand.default:
         return None
-    unsqueezed = _whole(expanded.args[0])
+    unsqueezed = _unsliced(expanded.args[0])
     if unsqueezed.target is not _aten.unsqueeze.default:
         return None
     source = unsqueezed.args[0]
@@ -103,8 +103,8 @@ def repeated(heads: fx.Node) -> fx.Node | None:
     return source if same_but_repeated and merged else None
 
 
-def _whole(node: Any) -> fx.Node:
-    """`node` before slices that take everything, as x[:, :, None] leaves them for symbolic sizes."""
+def _unsliced(node: Any) -> fx.Node:
+    """Return `node` before slices that take everything, as x[:, :, None] leaves them for symbolic sizes."""
     while node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]):
         node = node.args[0]
     return node

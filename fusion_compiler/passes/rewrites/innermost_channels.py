@@ -8,7 +8,7 @@ is decided for a net as a whole, by the times in `ir/convolution_times.py`. Elem
 pooling hand the order of their operands on, so that only a net's first image, its weights and its results are
 copied. A pass of a convolution that is slower with channels last runs with channels first, between copies
 (`capture/image_decompositions.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
-Sequences, which PyTorch has no such order for, are images of one row.
+Sequences, for which PyTorch has no such order, become images of one row.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ def _gains(node: fx.Node) -> bool:
 
 def _behind(graph: fx.Graph, sources: Collection[fx.Node]) -> list[fx.Node]:
     """Return `sources` and all nodes that are computed from them, in order."""
-    found = dict.fromkeys(sources)
+    dependent = dict.fromkeys(sources)
     for node in graph.nodes:
-        if not found.keys().isdisjoint(node.all_input_nodes):
-            found[node] = None
-    return [node for node in graph.nodes if node in found]
+        if not dependent.keys().isdisjoint(node.all_input_nodes):
+            dependent[node] = None
+    return [node for node in graph.nodes if node in dependent]
 
 
 def _convert_inputs(graph: fx.Graph, orders: dict[fx.Node, torch.memory_format]) -> set[fx.Node]:
@@ -230,7 +230,7 @@ def _turn(node: fx.Node, order: torch.memory_format, padded: Convolution | None)
     with node.graph.inserting_before(node):
         if one_row := weight.meta["val"].dim() == 3:
             x, weight = (emit(node, _aten.unsqueeze.default, n, 2) for n in (x, weight))
-            geometry = [[fill, *given] for fill, given in zip((1, 0, 1), geometry, strict=True)]
+            geometry = [[fill, *sizes] for fill, sizes in zip((1, 0, 1), geometry, strict=True)]
         x, weight = (_in_order(node, operand, order) for operand in (x, weight))
         if padded is not None:
             result = convolve_padded(node, x, weight, padded)
@@ -254,10 +254,10 @@ def _keep_order(node: fx.Node) -> fx.Node:
     named = arguments(node)
     with node.graph.inserting_before(node):
         norm = emit(node, group_norm, *(named[n] for n in ("input", "weight", "bias", "num_groups", "eps")))
-        made = emit(node, operator.getitem, norm, 0)
-    node.replace_all_uses_with(made)
+        result = emit(node, operator.getitem, norm, 0)
+    node.replace_all_uses_with(result)
     node.graph.erase_node(node)
-    return made
+    return result
 
 
 def _average(node: fx.Node) -> fx.Node:
@@ -285,7 +285,7 @@ def _average(node: fx.Node) -> fx.Node:
 
 
 def _copy_views(behind: Sequence[fx.Node]) -> None:
-    """Turn views into reshapes, which may copy, but for those through which a write would have to show."""
+    """Turn views into reshapes, which may copy, except for views whose memory is written later."""
     written = mutated_nodes(behind)
     for i, node in enumerate(behind):
         if node.target not in _VIEWS:

@@ -4,8 +4,8 @@
 
     fill_(view, lift_fresh_copy(_tensor_constant0))   ->   fill_(view, full([], False, device="cuda"))
 
-Otherwise what reads it would be a call: kernels read one device, a recorded graph has nothing of the host's,
-and a graph with tensors of its own is not kept on disk.
+Otherwise the reader would be a call outside kernels, which read one device; CUDA graphs have no tensors of
+the host, and a graph with tensors of its own is not kept on disk.
 """
 
 from __future__ import annotations

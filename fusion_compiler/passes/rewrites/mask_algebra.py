@@ -1,8 +1,9 @@
-"""What a mask computed from `arange` and sizes alone is, for all sizes: a function of its coordinates.
+"""Masks computed from `arange` and sizes alone, as functions of their coordinates, for all sizes.
 
-Each node becomes a function from an index to an integer expression or a predicate; the mask's
-own, at symbolic coordinates, is then simplified. Nothing is evaluated, so neither the number
-of elements nor whether sizes are known matters. What the functions below don't cover is Unproved.
+Each node becomes a function from an index to an integer expression or a predicate; the function
+of the mask, at symbolic coordinates, is then simplified. Nothing is evaluated, so neither the
+number of elements nor whether sizes are known matters. Operators that the functions below don't
+cover raise UnprovedError.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Index = tuple[Expr, ...]
 
 
 class UnprovedError(Exception):
-    """Why a mask is not known: an op outside of the algebra, or data."""
+    """A mask cannot be derived; the message is the reason: an op outside of the algebra, or data."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ class Value:
 
 
 def expression(size: object) -> Expr:
-    """An int, SymInt or sympy expression as a sympy expression."""
+    """Return an int, SymInt or sympy expression as a sympy expression."""
     return cast(Expr, size.node.expr if isinstance(size, torch.SymInt) else sympy.sympify(size))
 
 
 def predicate_of(mask: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Formula]:
-    """The bool tensor `mask` as its coordinates' symbols and a formula over them.
+    """Return the bool tensor `mask` as its coordinates' symbols and a formula over them.
 
     Raises UnprovedError.
     """
@@ -52,7 +53,7 @@ def predicate_of(mask: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Formula]:
 
 
 def integers_of(tensor: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Expr, Bounds]:
-    """The tensor of integers `tensor` as its coordinates' symbols, an expression of them, and their bounds.
+    """Return a tensor of integers as its coordinates' symbols, an expression of them, and their bounds.
 
     Raises UnprovedError.
     """
@@ -68,7 +69,7 @@ def _element_of(tensor: fx.Node) -> tuple[tuple[sympy.Symbol, ...], Scalar, Boun
 
 
 class _Reader:
-    """Reads nodes as Values, each once."""
+    """A reader of nodes as Values. It reads each node once."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -123,7 +124,7 @@ class _Reader:
         return some(every(a, b), every(negation(a), negation(b)))
 
     def fresh(self, size: Expr) -> sympy.Symbol:
-        """A new coordinate: any of 0 ... size - 1."""
+        """Return a new coordinate, which may be any of 0 ... size - 1."""
         symbol = sympy.Symbol(f"k{len(self.bounds.sizes)}", integer=True)
         self.bounds = Bounds({**self.bounds.sizes, symbol: size})
         return symbol
@@ -133,12 +134,12 @@ Rule = Callable[[_Reader, tuple[Expr, ...], dict[str, Any]], Callable[[Index], S
 
 
 def _element(operand: Any, index: Index) -> Scalar:
-    """An operand's element at an index of the broadcast result."""
+    """Return an operand's element at an index of the broadcast result."""
     if not isinstance(operand, Value):
         return _constant(operand)
-    own = index[len(index) - len(operand.shape) :]
+    operand_index = index[len(index) - len(operand.shape) :]
     return operand.at(
-        tuple(sympy.Integer(0) if s == 1 else i for i, s in zip(own, operand.shape, strict=True))
+        tuple(sympy.Integer(0) if s == 1 else i for i, s in zip(operand_index, operand.shape, strict=True))
     )
 
 
@@ -182,7 +183,7 @@ def _pointwise(function: Callable[[_Reader, Scalar, Scalar], Scalar]) -> Rule:
 
 
 def _ordered(sign: int, strict: int) -> Rule:
-    """self <= other for sign +1; strict adds one to the side that must be smaller."""
+    """Return the rule of self <= other for sign +1, or self >= other for -1; strict=1 excludes equality."""
     return _pointwise(lambda reader, x, y: reader.bounds.le0(sign * (_integer(x) - _integer(y)) + strict))
 
 
@@ -215,7 +216,7 @@ def _where(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Calla
 
 
 def _triangle(sign: int) -> Rule:
-    """tril keeps column - row <= diagonal; triu the reverse."""
+    """Return the rule of tril, which keeps column - row <= diagonal, for sign +1, or of triu for -1."""
 
     def rule(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
         del shape
@@ -230,7 +231,7 @@ def _triangle(sign: int) -> Rule:
 
 
 def _reshape(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    """Views that only add or drop dimensions of size 1."""
+    """Read a view that only adds or drops dimensions of size 1."""
     del reader
     source: Value = a["self"]
     kept = [d for d, s in enumerate(shape) if s != 1]
@@ -280,7 +281,7 @@ def _repeat(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Call
 
 
 def _index(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    """x[i, j, ...] with one index tensor per dimension."""
+    """Read x[i, j, ...] with one index tensor per dimension."""
     source: Value = a["self"]
     indices: list[Any] = a["indices"]
     if len(indices) != len(source.shape) or any(i is None for i in indices):
@@ -296,7 +297,7 @@ def _index(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Calla
 
 
 def _difference(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    """x[k] - x[k - 1], where x may have a `prepend` of length one before it."""
+    """Read x[k] - x[k - 1], where x may have a `prepend` of length one before it."""
     del reader
     source, before = a["self"], a["prepend"]
     dim = a["dim"] % len(shape)
@@ -342,7 +343,7 @@ def _rules() -> dict[str, Rule]:
     both = _pointwise(lambda r, x, y: every(_truth(x), _truth(y)))
     either = _pointwise(lambda r, x, y: some(_truth(x), _truth(y)))
     inverse: Rule = lambda r, shape, a: lambda i: negation(_truth(_element(a["self"], i)))  # noqa: E731
-    one, zero, given = _fill(lambda a: 1), _fill(lambda a: 0), _fill(lambda a: a["fill_value"])
+    one, zero, filled = _fill(lambda a: 1), _fill(lambda a: 0), _fill(lambda a: a["fill_value"])
     rules: dict[str, Rule] = {
         "arange": _arange,
         "add": _pointwise(lambda r, x, y: _integer(x) + _integer(y)),
@@ -369,11 +370,11 @@ def _rules() -> dict[str, Rule]:
         "repeat": _repeat,
         "scalar_tensor": _fill(lambda a: a["s"]),
     }
-    # Of predicates only (_truth), where bitwise and logical agree.
+    # These take predicates only (_truth), for which bitwise and logical operators agree.
     rules |= dict.fromkeys(("__and__", "bitwise_and", "logical_and"), both)
     rules |= dict.fromkeys(("__or__", "bitwise_or", "logical_or"), either)
     rules |= dict.fromkeys(("bitwise_not", "logical_not"), inverse)
-    rules |= dict.fromkeys(("full", "full_like", "new_full"), given)
+    rules |= dict.fromkeys(("full", "full_like", "new_full"), filled)
     rules |= dict.fromkeys(("ones", "ones_like", "new_ones"), one)
     rules |= dict.fromkeys(("zeros", "zeros_like", "new_zeros"), zero)
     rules |= dict.fromkeys(("to", "_to_copy", "contiguous", "clone", "alias", "detach", "expand"), _identity)

@@ -57,8 +57,8 @@ def convolve_padded(node: fx.Node, x: fx.Node, weight: fx.Node, shape: Convoluti
         split = emit(node, _aten.unflatten.int, split, 3, [groups, -1])
         part = emit(node, _aten.slice.Tensor, split, 4, 0, shape.widths[1])
         cut = emit(node, _aten.flatten.using_ints, part, 3, 4)
-        # Backward cuts again what the convolution stored: saving the cut as well would store it twice. But
-        # where a large part is padding, the cut alone is in memory until then.
+        # Backward cuts the convolution's stored result again: saving the cut as well would store it twice. If
+        # a large part is padding, the cut alone is saved instead.
         if shape.padded.elements <= MOST_KEPT * shape.elements:
             cut.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         result = emit(node, _aten.permute.default, cut, _FIRST)

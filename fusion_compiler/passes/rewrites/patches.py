@@ -2,9 +2,9 @@
 
     conv2d(x, w, b, stride=kernel)   ->   linear(patches of x as rows, w as a matrix, b)
 
-The patch embedding of a vision transformer, say, with three channels and windows of 16 x 16. Where channels
-are not innermost, libraries turn the whole image first, and back; so few channels fill no tensor unit. To cut
-it into rows is one copy, which clusters make, and its gradient another.
+An example is the patch embedding of a vision transformer, with three channels and windows of 16 x 16. If
+channels are not innermost, libraries permute the entire image first, and back; so few channels fill no tensor
+unit. To cut the image into rows is one copy, which clusters compute, and its gradient is another.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
                                                              z = permuted_rows(y, inverse(p), p, 1)
 
 A mixture of experts sorts its rows by expert and puts them back. Autograd's gradient of x[p] adds up in a
-scatter, for all that it knows of p; an order has each place once (`ir/permuted_rows.py`).
+scatter, as p may be any index; a permutation has each place once (`ir/permuted_rows.py`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ARGSORTS = (_aten.argsort.default, _aten.argsort.stable)
 
 @dataclass(frozen=True)
 class _Order:
-    """The places that a sort gives, and what looks up rows by them.
+    """The places that a sort returns, and the lookups of rows by them.
 
-    taken: lookups by the order over an integer, and that integer. fill: what writes the place of each into a
-    new tensor; None where nothing does. restored: lookups by what was filled.
+    taken: lookups by the places divided by an integer, and that integer. fill: the node that writes the
+    inverse permutation into a new tensor, or None. restored: lookups by that inverse.
     """
 
     places: fx.Node
@@ -55,8 +55,8 @@ def permute_rows(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Name the lookups of `gm` (ATen above autograd) by the places of a sort, and those that undo it."""
     sorts = [node for node in gm.graph.nodes if _is_sorts(node)]
     written = mutated_nodes(gm.graph.nodes) if sorts else set()
-    found = [order for node in sorts if (order := _order_of(node, written)) is not None]
-    return edited(gm, [Site(RULE, order.places.name, functools.partial(_name, order)) for order in found])
+    orders = [order for node in sorts if (order := _order_of(node, written)) is not None]
+    return edited(gm, [Site(RULE, order.places.name, functools.partial(_name, order)) for order in orders])
 
 
 def _order_of(places: fx.Node, written: set[fx.Node]) -> _Order | None:
@@ -83,13 +83,13 @@ def _is_sorts(places: fx.Node) -> bool:
 
 
 def _lookups(index: fx.Node) -> list[fx.Node]:
-    """source[index]"""
+    """Return the lookups source[index] by `index`."""
     users = [user for user in index.users if user.target is _aten.index.Tensor]
     return [user for user in users if list(arguments(user)["indices"]) == [index]]
 
 
 def _all(lookup: fx.Node, places: fx.Node, share: int) -> bool:
-    """Whether a source has a row for each place, or for so many of them."""
+    """True if the source of a lookup has a row for each `share` places."""
     return _rows(arguments(lookup)["self"]) * share == _rows(places)
 
 
@@ -98,7 +98,7 @@ def _rows(node: fx.Node) -> sympy.Expr:
 
 
 def _inverts(node: fx.Node, places: fx.Node) -> bool:
-    """empty[places] = 0, 1, 2, ..., and what is filled nothing but an index."""
+    """True for empty[places] = 0, 1, 2, ..., if the filled tensor is only an index of lookups."""
     if node.target not in (_aten.index_put_.default, _aten.index_put.default):
         return False
     named = arguments(node)
@@ -112,7 +112,7 @@ def _inverts(node: fx.Node, places: fx.Node) -> bool:
 
 
 def _name(order: _Order, nodes: Nodes) -> str:
-    """Name the lookups in the copy of a graph, and say how many they are."""
+    """Name the lookups in the copy of a graph, and return a note of how many they are."""
     places = nodes[order.places]
     value = places.meta["val"]
     with places.graph.inserting_before(places.next), fake_mode([value]):

@@ -3,8 +3,8 @@
     adaptive_avg_pool2d(x, 1)           ->   mean(x, [-1, -2], keepdim=True)
     avg_pool2d(x, [*x.shape[-2:]])      ->   the same
 
-ATen computes the first so too, and then gives a channels-last result its strides in place, by `as_strided`:
-no cluster holds that, and its gradient scatters. Strides of dimensions of size 1 are all that differs.
+ATen also computes the first as a mean, and then gives a channels-last result its strides in place, by
+`as_strided`: no cluster holds that, and its gradient scatters. Only strides of dimensions of size 1 differ.
 
     max_pool2d(x, ...)         ->   max_pool(x, ...)[0]
     max_pool2d(relu(x), ...)   ->   relu(max_pool(x, ...)[0])

@@ -1,4 +1,4 @@
-"""A small algebra of predicates over integer coordinates, enough to prove what a mask is.
+"""A small algebra of predicates over integer coordinates, in which facts about masks are proved.
 
     formula := True | False | Le0(e) | Every(formulas) | Some(formulas)
     e       := affine in the coordinates and the sizes, with integer coefficients
@@ -51,7 +51,7 @@ class Bounds:
     sizes: dict[sympy.Symbol, sympy.Expr]
 
     def at_most(self, expr: sympy.Expr) -> sympy.Expr | None:
-        """The largest value of `expr`, None where there is no bound for all sizes."""
+        """Return the largest value of `expr`, or None if there is no bound for all sizes."""
         for coordinate, size in self.sizes.items():
             coefficient, rest = _linear(expr, coordinate)
             if coefficient is None:
@@ -66,7 +66,7 @@ class Bounds:
         return expr if expr.is_Integer else None
 
     def le0(self, expr: sympy.Expr) -> Formula:
-        """expr <= 0, for an integer expression."""
+        """Return the formula expr <= 0, for an integer expression."""
         expr = sympy.expand(expr)
         highest, lowest = self.at_most(expr), self.at_most(-expr)
         if highest is not None and highest <= 0:
@@ -77,7 +77,7 @@ class Bounds:
 
 
 def _linear(expr: sympy.Expr, symbol: sympy.Basic) -> tuple[int | None, Any]:
-    """(c, rest) with expr = c * symbol + rest, c an integer; None for c where there is no such c."""
+    """Return (c, rest) with expr = c * symbol + rest, c an integer, or None for c if there is no such c."""
     expanded: Any = sympy.expand(expr)
     coefficient = expanded.coeff(symbol)
     rest = sympy.expand(expanded - coefficient * symbol)
@@ -87,7 +87,7 @@ def _linear(expr: sympy.Expr, symbol: sympy.Basic) -> tuple[int | None, Any]:
 
 
 def every(*parts: Formula) -> Formula:
-    """All of `parts` hold."""
+    """Return the formula that holds if all of `parts` hold."""
     flat = {q for p in parts for q in (p.parts if isinstance(p, Every) else (p,))} - {True}
     if False in flat:
         return False
@@ -95,7 +95,7 @@ def every(*parts: Formula) -> Formula:
 
 
 def some(*parts: Formula) -> Formula:
-    """At least one of `parts` holds."""
+    """Return the formula that holds if at least one of `parts` holds."""
     return negation(every(*(negation(p) for p in parts)))
 
 
@@ -111,7 +111,7 @@ def negation(formula: Formula) -> Formula:
 
 
 def at(formula: Formula, coordinates: dict[sympy.Symbol, sympy.Expr], bounds: Bounds) -> Formula:
-    """A formula where some coordinates are expressions of others."""
+    """Return a formula with expressions in the place of some coordinates."""
     if isinstance(formula, bool):
         return formula
     if isinstance(formula, Le0):

@@ -1,7 +1,7 @@
 """Batched products in any of their forms, as letters for dimensions.
 
 matmul(a, b)                     a [.., m, k], b [.., k, n] -> [.., m, n]
-baddbmm(c, a, b, beta, alpha)    alpha of it, beta c added
+baddbmm(c, a, b, beta, alpha)    alpha * (a @ b) + beta * c
 einsum("bhqd,bhkd->bhqk", a, b)
 """
 
@@ -27,8 +27,8 @@ _EINSUM_OPERANDS = 2
 class Product:
     """A sum of products: a letter for each dimension of its two operands and its result.
 
-    None is a dimension of size 1 that is spread over the other operand's. No letter stands twice in an
-    operand, and none that the result lacks stands in one operand alone.
+    None is a dimension of size 1 that is broadcast to the other operand's. No operand has a letter twice, and
+    a letter that the result lacks is in both operands.
     """
 
     node: fx.Node
@@ -38,14 +38,17 @@ class Product:
 
     @property
     def inner(self) -> set[str]:
-        """The letters that are summed over."""
+        """Return the letters that are summed over."""
         left, right = ({x for x in letters if x} for letters in self.letters)
         return (left & right) - set(self.result)
 
-    def layouts(self, axes: Axes, known: dict[int, Layout]) -> tuple[Layout, Layout, Layout]:
-        """Of both operands and of the result, from those operands' that are known by their number."""
+    def layouts(self, axes: Axes, operand_layouts: dict[int, Layout]) -> tuple[Layout, Layout, Layout]:
+        """Return the layouts of both operands and of the result.
+
+        operand_layouts: the layouts that are known, by the operand's number.
+        """
         dims: dict[str | None, Dim] = {None: ()}
-        for i, layout in known.items():
+        for i, layout in operand_layouts.items():
             dims |= {x: dim for x, dim in zip(self.letters[i], layout, strict=True) if x}
         for letters, operand in zip(self.letters, self.operands, strict=True):
             for letter, size in zip(letters, shape_of(operand), strict=True):
@@ -56,7 +59,7 @@ class Product:
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """Raises Refused for one of another form."""
+    """Return a node as a product, or None if it is none. Raises Refused for a product of another form."""
     if node.target in _MATMULS or node.target is _aten.baddbmm.default:
         named = list(arguments(node).items())
         (_, a), (_, b) = named[1:3] if node.target is _aten.baddbmm.default else named[:2]
@@ -72,10 +75,10 @@ def _matmul(node: fx.Node, a: fx.Node, b: fx.Node) -> Product:
     outer = [f"b{d}" for d in range(rank)]
 
     def batch(shape: Sequence[object], others: Sequence[object]) -> tuple[str | None, ...]:
-        own, theirs = shape[:-2], [1] * rank + list(others[:-2])
-        theirs = theirs[len(theirs) - len(own) :]
-        letters = outer[rank - len(own) :]
-        return tuple(None if s == 1 and t != 1 else x for x, s, t in zip(letters, own, theirs, strict=True))
+        sizes, theirs = shape[:-2], [1] * rank + list(others[:-2])
+        theirs = theirs[len(theirs) - len(sizes) :]
+        letters = outer[rank - len(sizes) :]
+        return tuple(None if s == 1 and t != 1 else x for x, s, t in zip(letters, sizes, theirs, strict=True))
 
     letters = (*batch(rows, columns), "m", "k"), (*batch(columns, rows), "k", "n")
     return Product(node, (a, b), letters, (*outer, "m", "n"))
@@ -92,8 +95,8 @@ def _einsum(node: fx.Node) -> Product | None:
         raise Refused(f"a diagonal in einsum {equation}")
     if (set(left) ^ set(right)) - set(result):
         raise Refused(f"a sum over one operand in einsum {equation}")
-    own = [dict(zip(row, shape_of(t), strict=True)) for row, t in zip((left, right), tensors, strict=True)]
-    if any(own[0][x] != own[1][x] for x in (set(left) & set(right)) - set(result)):
+    shapes = [dict(zip(row, shape_of(t), strict=True)) for row, t in zip((left, right), tensors, strict=True)]
+    if any(shapes[0][x] != shapes[1][x] for x in (set(left) & set(right)) - set(result)):
         raise Refused(f"a size of 1 is summed over in einsum {equation}")
     sizes = {
         x: size

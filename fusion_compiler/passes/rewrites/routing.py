@@ -1,4 +1,4 @@
-"""Rows that are sorted by expert, multiplied, and put back: the same without sorting them.
+"""Rows that are sorted by expert, multiplied, and put back are computed without sorting them.
 
     n, p = sort(ids); y = f(x[p], n); z = y[inverse(p)]    ->    z = f(x, ids)
 
@@ -26,11 +26,11 @@ Size = int | torch.SymInt
 GROUPED = _aten._grouped_mm.default
 _CONVERSIONS = frozenset({_aten.to.dtype, _aten._to_copy.default})
 _VIEWS = frozenset({_aten.view.default, _aten.reshape.default, _aten.flatten.using_ints})
-# Of each element, though their tags do not say so.
+# These are pointwise, though their tags do not say so.
 _POINTWISE = _CONVERSIONS | {
     _aten.floor_divide.default, _aten.masked_fill_.Scalar, _aten.clone.default, _aten.detach.default,
 }  # fmt: skip
-# Along a dimension that they name.
+# These work along dimensions that an argument names.
 _ALONG = frozenset({
     _aten.chunk.default, _aten.split.Tensor, _aten.split.sizes, _aten.split_with_sizes.default,
     _aten.select.int, _aten.unsqueeze.default, _aten.sum.dim_IntList, _aten.mean.dim,
@@ -39,11 +39,11 @@ _ALONG = frozenset({
 
 @dataclass
 class Routing:
-    """A sort of rows by expert, of so many matrices.
+    """A sort of rows by expert, of `matrices` experts.
 
-    sorted_rows: all whose row r is that of a sorted row. inverses: where each row went. shares: numbers that
-    are the order of the rows over an integer -> that integer. taken: lookups by these. restored: lookups that
-    undo the order.
+    sorted_rows: nodes whose row r belongs to sorted row r. inverses: nodes of the inverse permutation.
+    shares: nodes that are the order of the rows divided by an integer -> that integer. taken: lookups by
+    these. restored: lookups that undo the order.
     """
 
     sort: fx.Node
@@ -60,13 +60,16 @@ class Routing:
         return self.sort.all_input_nodes[0]
 
     def result(self, number: int) -> list[fx.Node]:
-        """The sorted numbers, or where they stood."""
+        """Return the readers of result 0, the sorted numbers, or 1, their places before the sort."""
         return [user for user in self.sort.users if user.args[1] == number]
 
 
 def routing_of(offsets: fx.Node, matrices: int, written: set[fx.Node]) -> Routing:
-    """The sort whose groups end at `offsets`, of ids of so many matrices. Raises Refused where something
-    depends on the order of the rows. written: nodes whose memory is written in place."""
+    """Return the sort whose groups end at `offsets`, of ids of `matrices` experts.
+
+    written: nodes whose memory is written in place. Raises Refused if a node depends on the order of the
+    rows.
+    """
     routing = Routing(_sort_of(offsets, matrices), offsets, matrices)
     rows = routing.ids.meta["val"].shape[0]
     for node in routing.sort.graph.nodes:
@@ -80,7 +83,7 @@ def routing_of(offsets: fx.Node, matrices: int, written: set[fx.Node]) -> Routin
 
 
 def _sort_of(offsets: fx.Node, matrices: int) -> fx.Node:
-    """offsets = cumsum(histc(sort(ids)[0])), where each number counts for itself."""
+    """Return the sort in offsets = cumsum(histc(sort(ids)[0])), one bin a number. Raises Refused."""
     total = _through(offsets, _CONVERSIONS)
     if total.target is not _aten.cumsum.default:
         raise Refused("its offsets are no sums of counts")
@@ -113,7 +116,7 @@ def _undoes(routing: Routing, node: fx.Node) -> bool:
 
 
 def _follow(routing: Routing, node: fx.Node, rows: Size, written: set[fx.Node]) -> None:
-    """What a node is that reads sorted rows, or their inverse. Raises Refused."""
+    """Enter a node that reads sorted rows, or their inverse, in `routing`. Raises Refused."""
     inside, target = routing.sorted_rows, node.target
     if target in (_aten.histc.default, _aten.empty_like.default):  # the same in any order
         return
@@ -143,7 +146,7 @@ def _follow(routing: Routing, node: fx.Node, rows: Size, written: set[fx.Node]) 
 
 
 def _changes_the_sort(routing: Routing, node: fx.Node) -> bool:
-    """Whether a node writes into results of the sort; experts that are not there may become the last one."""
+    """True if a node writes into results of the sort, other than clamping missing experts to the last one."""
     target = node.target
     if not isinstance(target, OpOverload) or not target._schema.is_mutable:
         return False
@@ -156,24 +159,24 @@ def _changes_the_sort(routing: Routing, node: fx.Node) -> bool:
 
 
 def _same(size: Size, other: Size) -> bool:
-    """Whether sizes are equal whatever symbols stand for, without a guard."""
+    """True if sizes are equal for all values of the symbols, without a guard."""
     return statically_known_true(size == other)
 
 
 def _inverts(routing: Routing, node: fx.Node, rows: Size) -> bool:
-    """inverse[order] = 0, 1, 2, ..."""
+    """True for inverse[order] = 0, 1, 2, ... with the order of the sort."""
     base, indices, values = node.args[:3]
     if arguments(node)["accumulate"]:
         return False
     fresh = isinstance(base, fx.Node) and base.target is _aten.empty_like.default
     counted = isinstance(values, fx.Node) and values.target is _aten.arange.default
-    whole = counted and _same(values.meta["val"].shape[0], rows)  # type: ignore[union-attr]
-    return fresh and whole and list(indices) == routing.result(1)  # type: ignore[arg-type]
+    covers = counted and _same(values.meta["val"].shape[0], rows)  # type: ignore[union-attr]
+    return fresh and covers and list(indices) == routing.result(1)  # type: ignore[arg-type]
 
 
 def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
-    """Whether row r of a node's results depends on row r of sorted operands alone, and on others of which
-    all rows have the same."""
+    """True if row r of a node's results depends only on row r of sorted operands, and on operands that are
+    the same for all rows."""
     inside, target = routing.sorted_rows, node.target
     if target is operator.getitem:
         return True
@@ -189,7 +192,7 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
         wrapped = rank + (target is _aten.unsqueeze.default)
         return bool(dims) and all(dim is not None and dim % wrapped for dim in dims)
     out = node.meta["val"]
-    if target in _VIEWS or target is _aten.slice.Tensor:  # of all rows
+    if target in _VIEWS or target is _aten.slice.Tensor:  # it keeps all rows
         return out.dim() > 0 and _same(out.shape[0], rows) and _same(first.shape[0], rows)
     tags = set(target.tags)
     pointwise = torch.Tag.pointwise in tags or target in _POINTWISE
@@ -205,12 +208,12 @@ def _is_by_row(routing: Routing, node: fx.Node, rows: Size) -> bool:
 
 
 def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node]) -> fx.Node:
-    """Take a sort out of a copied graph, `nodes` by those of the original. Returns the rows' experts."""
+    """Take a sort out of the copy of a graph and return the rows' experts. nodes: original -> copy."""
     sort, ids = nodes[routing.sort], nodes[routing.ids]
     rows = routing.ids.meta["val"].shape[0]
     with sort.graph.inserting_before(sort), fake_mode([ids.meta["val"]]):
-        own = written & {*routing.result(0), *aliases(routing.ids)}
-        numbers = emit(sort, _aten.clone.default, ids) if own else ids
+        must_copy = written & {*routing.result(0), *aliases(routing.ids)}
+        numbers = emit(sort, _aten.clone.default, ids) if must_copy else ids
         order = emit(sort, _aten.arange.default, size_of(sort, ids, 0), device=ids.meta["val"].device)
     for number, instead in enumerate((numbers, order)):
         for result in routing.result(number):
@@ -228,7 +231,8 @@ def unsort(routing: Routing, nodes: dict[fx.Node, fx.Node], written: set[fx.Node
 
 
 def _repeated(lookup: fx.Node, source: fx.Node, times: int, shared: bool) -> fx.Node:
-    """Each row of a tensor so many times, in the place of a lookup; shared: it may be the tensor itself."""
+    """Emit each row of a tensor `times` times, in the place of a lookup. shared: the result may be the tensor
+    itself."""
     rest = [-1] * (source.meta["val"].dim() - 1)
     with lookup.graph.inserting_before(lookup):
         if times > 1:

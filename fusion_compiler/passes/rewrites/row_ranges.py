@@ -1,10 +1,11 @@
-"""A plan for a range of rows, where how many rows products have is only known at run time.
+"""A plan for a range of rows, if the number of rows of products is only known at run time.
 
     linear(x, w), x of s0 rows, now 3   ->   the same, and a guard: no more than 4 rows
 
-Few rows make a product a cluster, which takes as long as its matrix is read and is made for so many rows at
-most; many rows are a library's. Which of the two serves is a question of rows in flight, so that a graph
-without gradients is kept to a range of them, and a call outside it is captured again. Nothing is rewritten.
+A product of few rows is a cluster, which takes as long as its matrix is read and is generated for a largest
+number of rows; a product of many rows is a library's. The number of rows decides between the two, so that a
+graph without gradients gets a guard for a range of rows, and a call outside it is captured again. Nothing is
+rewritten.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ PRODUCTS = {
     _aten.mm.default: ("self", "mat2"),
     _aten.addmm.default: ("mat1", "mat2"),
 }
-# Bytes of the matrices that are multiplied by these rows: 4 us at the speed of a copy. Of less a call is over
-# with its launches, and a plan of its own is not worth a capture.
+# Bytes of the matrices that are multiplied by these rows: 4 us at the speed of a copy. With less, launches
+# take most of a call, and a plan for a range is not worth a capture.
 LEAST = 16 << 20
 
 
 @dataclass
 class Rows:
-    """Rows that products have in common, the first of these, and the bytes of all their matrices."""
+    """A number of rows that products share, the first of these products, and the bytes of their matrices."""
 
     count: torch.SymInt
     call: fx.Node
@@ -47,16 +48,16 @@ class Rows:
 
 
 def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Guards rows of `gm` (ATen above autograd); the graph is the same."""
+    """Add guards on the numbers of rows of `gm` (ATen above autograd), and return the same graph."""
     if torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.find_nodes(op="placeholder"))):
         return gm, ()
     sizes = size_hints([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
-    found: dict[object, Rows] = {}
+    by_count: dict[object, Rows] = {}
     for call, count, matrix in _products(gm.graph):
-        rows = found.setdefault(count.node.expr, Rows(count, call))
+        rows = by_count.setdefault(count.node.expr, Rows(count, call))
         rows.matrices += matrix.numel() * matrix.element_size()
     notes: list[Decision] = []
-    for rows in found.values():
+    for rows in by_count.values():
         try:
             notes.append(Decision(RULE, rows.call.name, Outcome.DONE, _guarded(rows, sizes)))
         except Refused as reason:
@@ -65,19 +66,19 @@ def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 
 
 def _products(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.SymInt, torch.Tensor]]:
-    """Products of a number of rows that is only known at run time, with a matrix of known size."""
+    """Yield the products of a static matrix with rows whose number is only known at run time."""
     for call in graph.nodes:
         if call.target in PRODUCTS:
             named = arguments(call)
             x, matrix = (named[name].meta["val"] for name in PRODUCTS[call.target])
-            known = matrix.dim() == 2 and all(isinstance(n, int) for n in matrix.shape)
+            is_static = matrix.dim() == 2 and all(isinstance(n, int) for n in matrix.shape)
             rows = math.prod(x.shape[:-1])
-            if known and isinstance(rows, torch.SymInt):
+            if is_static and isinstance(rows, torch.SymInt):
                 yield call, rows, matrix
 
 
 def _guarded(rows: Rows, sizes: Hints) -> str:
-    """Keeps rows to a range and says to which. Raises Refused."""
+    """Guard a number of rows to a range, and return a note of it. Raises Refused."""
     now = hinted(rows.count)
     what = f"{rows.count} rows (now {now})"
     if not now:
@@ -97,11 +98,13 @@ def _guarded(rows: Rows, sizes: Hints) -> str:
 
 
 def _range(count: torch.SymInt, now: int, sizes: Hints) -> tuple[int, int]:
-    """The least range of rows, of several of ROW_RANGES if need be, in which there is more than one number:
-    a size that a guard keeps to one is no symbol any more. Raises Refused."""
+    """Return the least range of rows, of several of ROW_RANGES if need be, that holds more than one number.
+
+    A size that a guard keeps to one number would no longer be a symbol. Raises Refused.
+    """
     ends, expr = (0, *ROW_RANGES), count.node.expr
-    own = {s: sizes[s] for s in expr.free_symbols if s in sizes}
-    near = [[hint(expr, own | {s: n + d}) for d in (-1, 1) if n + d > 1] for s, n in own.items()]
+    values = {s: sizes[s] for s in expr.free_symbols if s in sizes}
+    near = [[hint(expr, values | {s: n + d}) for d in (-1, 1) if n + d > 1] for s, n in values.items()]
     for length in range(1, len(ends)):
         for low, high in zip(ends, ends[length:], strict=False):
             varies = all(any(low < n <= high for n in rows) for rows in near)
@@ -111,7 +114,7 @@ def _range(count: torch.SymInt, now: int, sizes: Hints) -> tuple[int, int]:
 
 
 def _is_bounded(count: torch.SymInt) -> bool:
-    """Whether the caller has said within which bounds a dimension is, which no guard may narrow."""
+    """True if the caller has set bounds of a dimension, which no guard may narrow."""
     for tracked in count.node.shape_env.tracked_fakes or ():
         constraints: Sequence[object] = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
         sizes = tracked.fake.shape if isinstance(tracked.fake, torch.Tensor) else ()

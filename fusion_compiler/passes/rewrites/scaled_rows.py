@@ -1,13 +1,13 @@
-"""A factor of each row of a product's result is one of the operand's rows.
+"""A factor of each row of a product's result multiplies the operand's rows instead.
 
     bmm(a, w) * s[..., None]   ->   bmm(a * s[..., None], w)
 
-What one expert of a mixture says of a token is weighted so. Where a kernel makes `a` it costs nothing there.
+A mixture weights the results of its experts so. In the kernel that computes `a` the factor costs nothing.
 Behind the product it is a pass over the result, as a scatter follows that no kernel takes part in; and its
-gradient reads the result, which nothing else needs to be saved for.
+gradient reads the result, which is saved for nothing else.
 
-Done where the operand is no wider than the result, whose rows its gradient adds up instead, and not in
-float16, of whose range a small factor may leave `a` nothing.
+This applies if the operand is no wider than the result, as the factor's gradient then adds up the operand's
+rows instead of the result's, and not in float16, in whose range a small factor may leave nothing of `a`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class _Scaled:
 
     @property
     def rows(self) -> fx.Node:
-        """The operand that has a row for each of the product's."""
-        found: fx.Node = self.product.args[0]  # type: ignore[assignment]
-        return found
+        """Return the operand that has a row for each of the product's."""
+        operand: fx.Node = self.product.args[0]  # type: ignore[assignment]
+        return operand
 
 
 def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
@@ -79,7 +79,7 @@ def _scaled(result: fx.Node) -> _Scaled | None:
 
 
 def _is_product(node: fx.Node, user: fx.Node) -> bool:
-    """Whether a node is a product without a bias, and `user` alone reads it."""
+    """True if a node is a product without a bias that only `user` reads."""
     if node.target not in _PRODUCTS or {*node.users} != {user}:
         return False
     named = arguments(node)
@@ -89,7 +89,7 @@ def _is_product(node: fx.Node, user: fx.Node) -> bool:
 
 
 def _is_of_rows(scaled: _Scaled) -> bool:
-    """Whether the factor is the same along the columns, and makes the product no larger."""
+    """True if the factor is the same along the columns, and makes the product no larger."""
     value, product, factor = (n.meta["val"] for n in (scaled.result, scaled.product, scaled.factor))
     if value.shape != product.shape or not factor.dtype.is_floating_point or factor.dim() < 1:
         return False
@@ -97,7 +97,7 @@ def _is_of_rows(scaled: _Scaled) -> bool:
 
 
 def _is_free(scaled: _Scaled) -> bool:
-    """Whether a kernel makes the operand for the product alone, and has no more columns to add up."""
+    """True if a kernel computes the operand for the product alone, and has no more columns to add up."""
     wide = [_width(n) for n in (scaled.rows, scaled.product)]
     if not all(isinstance(n, int) for n in wide) or wide[0] > wide[1]:
         return False

@@ -2,9 +2,9 @@
 
     (a[:, :, None, :] * b[:, None, :, :]).sum(-1)   ->   einsum("bik,bjk->bij", a, b)
 
-State-space models are written so without kernels of their own. Each operand lacks dimensions that the other
-has, and the sum takes away what both have. Where one has all dimensions of the other it is read once, and a
-cluster does that as fast; so it does where there is little to add up.
+State-space models without special kernels are written so. Each operand lacks dimensions that the other has,
+and the sum is over dimensions that both have. If one operand has all dimensions of the other it is read once,
+and a cluster computes the sum as fast; so it does if there is little to add up.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
 RULE = "sums of products"
-LEAST = 16  # rows, columns and terms of a product that is worth a library's
+LEAST = 16  # rows, columns and terms of a product that is worth a call of a library
 
 
 @dataclass(frozen=True)
 class _Product:
-    """sum(left * right), by dimensions of their product: which each operand has, and which the sum leaves."""
+    """sum(left * right), as the dimensions of their product that each operand has and that the sum keeps."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]
@@ -36,8 +36,8 @@ class _Product:
 
     @property
     def equation(self) -> str:
-        given = (*self.left, *self.right)
-        groups = self.left, self.right, [d for d in self.kept if d in given]
+        dims_of_both = (*self.left, *self.right)
+        groups = self.left, self.right, [d for d in self.kept if d in dims_of_both]
         left, right, kept = ("".join(string.ascii_letters[d] for d in dims) for dims in groups)
         return f"{left},{right}->{kept}"
 
@@ -55,35 +55,35 @@ def _product_of(node: fx.Node) -> _Product | None:
     operands = source.args[:2]
     if not all(isinstance(operand, fx.Node) for operand in operands):
         return None
-    whole, *values = (n.meta["val"] for n in (source, *operands))  # type: ignore[union-attr]
-    if {v.dtype for v in values} != {whole.dtype} or node.meta["val"].dtype != whole.dtype:
+    full, *values = (n.meta["val"] for n in (source, *operands))  # type: ignore[union-attr]
+    if {v.dtype for v in values} != {full.dtype} or node.meta["val"].dtype != full.dtype:
         return None
-    if not whole.dtype.is_floating_point or _is_coarse(whole) or whole.dim() > 26:
+    if not full.dtype.is_floating_point or _is_coarse(full) or full.dim() > 26:
         return None
-    left, right = (_dims(value, whole.dim()) for value in values)
-    summed = {d % whole.dim() for d in dims}
-    kept = tuple(d for d in range(whole.dim()) if d not in summed)
+    left, right = (_dims(value, full.dim()) for value in values)
+    summed = {d % full.dim() for d in dims}
+    kept = tuple(d for d in range(full.dim()) if d not in summed)
     rows, columns = ({*a} - {*b} for a, b in ((left, right), (right, left)))
     if (rows | columns) & summed or summed - {*left}:
-        return None  # what one alone has is added up before, or nothing is
-    if any(_count(whole, part) < LEAST for part in (rows, columns, summed)):
+        return None  # a dimension of one operand would be added up first, or none is added up
+    if any(_count(full, part) < LEAST for part in (rows, columns, summed)):
         return None
     return None if written_between(source, node, operands) else _Product(left, right, kept)
 
 
 def _is_coarse(value: torch.Tensor) -> bool:
-    """Whether the library may multiply with fewer digits than the dtype has."""
+    """True if the library may multiply with fewer digits than the dtype has."""
     return value.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
 def _dims(value: torch.Tensor, rank: int) -> tuple[int, ...]:
-    """The dimensions of a broadcast shape of `rank` along which a tensor differs."""
+    """Return the dimensions of a broadcast shape of `rank` along which a tensor has several elements."""
     first = rank - value.dim()
     return tuple(first + i for i, size in enumerate(value.shape) if expression(size) != 1)
 
 
 def _count(value: torch.Tensor, dims: set[int]) -> int:
-    """Elements along some dimensions; none where that is only known at run time."""
+    """Return the number of elements along some dimensions, or 0 if it is only known at run time."""
     sizes = [expression(value.shape[d]) for d in dims]
     return math.prod(int(n) for n in sizes) if sizes and all(n.is_Integer for n in sizes) else 0
 
@@ -106,7 +106,7 @@ def _multiply(node: fx.Node, product: _Product) -> fx.Node:
 
 
 def _without_ones(node: fx.Node, operand: object, dims: list[int]) -> fx.Node:
-    """An operand without dimensions of one element; dims: those that it keeps, counted from the last."""
+    """Emit an operand without dimensions of one element. dims: dimensions to keep, counted from the last."""
     assert isinstance(operand, fx.Node)
     rank = operand.meta["val"].dim()
     ones = [d for d in range(rank) if d - rank not in dims]

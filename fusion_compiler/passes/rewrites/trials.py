@@ -15,10 +15,11 @@ from fusion_compiler.patterns import Interval, Rewrite
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of number. draw: a shape -> float64. scale: what the draws are multiplied by.
+    """One kind of number. draw: a shape -> float64. scale: the factor of the draws.
 
-    generic: no two are equal and none is special, so that gradients are compared as well. finite: neither
-    infinite nor NaN. round: to a multiple of a quarter, where numbers are to be short.
+    generic: True if no two numbers are equal and none is special, so that gradients are compared as well.
+    finite: True if no number is infinite or NaN. round: applied to four times a number, to get multiples of a
+    quarter where numbers are to be short.
     """
 
     name: str
@@ -28,11 +29,11 @@ class Kind:
     finite: bool = True
     round: Callable[[Tensor], Tensor] = torch.round
 
-    def made(self, shape: Sequence[int], interval: Interval | None, *, short: bool = False) -> Tensor:
-        """Numbers within an interval, where there is one."""
-        made = self.draw(shape)
-        made = (self.round(made * 4) / 4 if short else made) * self.scale
-        return made if interval is None else within(made, interval)
+    def numbers(self, shape: Sequence[int], interval: Interval | None, *, short: bool = False) -> Tensor:
+        """Draw numbers, within an interval if there is one."""
+        numbers = self.draw(shape)
+        numbers = (self.round(numbers * 4) / 4 if short else numbers) * self.scale
+        return numbers if interval is None else within(numbers, interval)
 
 
 def _normal(shape: Sequence[int]) -> Tensor:
@@ -40,12 +41,13 @@ def _normal(shape: Sequence[int]) -> Tensor:
 
 
 def _positive(shape: Sequence[int]) -> Tensor:
-    """For logarithms and roots."""
+    """Draw positive numbers, for logarithms and roots."""
     return torch.rand(shape, dtype=torch.float64) + 0.1
 
 
 def _halves(shape: Sequence[int]) -> Tensor:
-    """Many are equal, many lie where rounding and comparisons turn, zeros have either sign."""
+    """Draw numbers of which many are equal and many lie where rounding and comparisons change; zeros have
+    either sign."""
     return torch.randint(0, 5, shape) / 2 * _signs(shape)
 
 
@@ -66,7 +68,7 @@ def _signs(shape: Sequence[int]) -> Tensor:
 
 
 def _some(shape: Sequence[int]) -> Tensor:
-    """About one in eight, the first among them."""
+    """Choose about one element in eight, the first among them."""
     chosen = torch.rand(shape) < 0.125
     chosen.view(-1)[:1] = True
     return chosen
@@ -89,7 +91,7 @@ KINDS = (
 class Trial:
     """One set of arguments, floats in the example's dtypes.
 
-    of: the arguments whose numbers are of the kind; those of the others are normal.
+    of: the arguments whose numbers are of the kind; the others have normal numbers.
     """
 
     kind: Kind
@@ -104,7 +106,7 @@ class Trial:
 
 
 def trials(rule: Rewrite) -> Iterator[Trial]:
-    """The example's sizes first, then others, unless integer tensors depend on them."""
+    """Yield trials of the example's sizes, then of others, unless integer tensors depend on sizes."""
     fixed = any(isinstance(v, Tensor) and not is_float(v) for v in rule.example)
     for grown in (1,) if fixed else (1, 3):
         shapes = [_grown(v, grown) for v in rule.example]
@@ -113,10 +115,10 @@ def trials(rule: Rewrite) -> Iterator[Trial]:
                 yield trial(rule, kind, seed, of, shapes)
 
 
-def small(rule: Rewrite, found: Trial, seed: int, sizes: Mapping[int, int]) -> Trial:
-    """Numbers of the same kind in tensors that fit a line, rounded too. sizes: of the example -> small."""
+def small(rule: Rewrite, like: Trial, seed: int, sizes: Mapping[int, int]) -> Trial:
+    """Return a trial like another with rounded tensors that fit a line. sizes: of the example -> small."""
     shapes = [[sizes.get(s, s) for s in v.shape] if is_float(v) else [] for v in rule.example]
-    return trial(rule, found.kind, seed, found.of, shapes, short=True)
+    return trial(rule, like.kind, seed, like.of, shapes, short=True)
 
 
 def trial(
@@ -133,7 +135,7 @@ def trial(
     for i, (value, interval) in enumerate(zip(rule.example, rule.intervals, strict=True)):
         chosen = kind if i in of else KINDS[0]
         if is_float(value):
-            inputs.append(chosen.made(shapes[i], interval, short=short).to(value.dtype))
+            inputs.append(chosen.numbers(shapes[i], interval, short=short).to(value.dtype))
         elif isinstance(value, float):
             number = value * (1 + 0.7 * (seed % 3))
             inputs.append(number if interval is None else float(within(torch.tensor(number), interval)))
@@ -147,7 +149,7 @@ def _grown(value: Any, factor: int) -> list[int]:
 
 
 def _chosen(rule: Rewrite, kind: Kind) -> list[tuple[int, ...]]:
-    """The arguments that a kind is tried for: all at once, and special numbers in each alone too."""
+    """Return the arguments that a kind is tried for: all at once, and special numbers in each alone too."""
     floats = [i for i, v in enumerate(rule.example) if is_float(v)]
     if not kind.finite:
         floats = [i for i in floats if rule.intervals[i] is None]
@@ -156,7 +158,7 @@ def _chosen(rule: Rewrite, kind: Kind) -> list[tuple[int, ...]]:
 
 
 def within(numbers: Tensor, interval: Interval) -> Tensor:
-    """Finite numbers, those outside of an interval reflected into it as often as it takes."""
+    """Return finite numbers, reflected into an interval as often as needed if they lie outside."""
     low, high = interval
     reflected = numbers
     if math.isfinite(low) and math.isfinite(high):

@@ -1,4 +1,4 @@
-"""Rewrites and kernels that the user gave, in the graph above autograd: gradients derive themselves.
+"""The user's rewrites and kernels, in the graph above autograd, so that autograd derives gradients.
 
 before(x, w)   ->   after(x, w)     in the widest dtype of the matched ops, where they convert dtypes
 code(x, w)     ->   one operator that calls the user's function
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) -> Pass | None:
     """Return the pass that applies the rewrites and kernels of `patterns`, or None if there are none.
 
-    check: what verifies kernels at their first calls.
+    check: the function that verifies kernels at their first calls.
     """
     chosen = tuple(p for p in patterns if isinstance(p, Rewrite | UserKernel))
     if not chosen:
@@ -47,7 +47,7 @@ def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) ->
 
 
 def check_reachable(patterns: Sequence[Pattern]) -> None:
-    """Raises PatternConflictError for two that replace the same op, so that the later never applies."""
+    """Raise PatternConflictError for two patterns of the same op, of which the later never applies."""
     chosen = [p for p in patterns if isinstance(p, Rewrite | UserKernel)]
     for i, later in enumerate(chosen):
         dag = traced_above_autograd(later).dag
@@ -62,10 +62,10 @@ def _apply(
 ) -> tuple[fx.GraphModule, Decisions]:
     dag = build(gm)
     traced = [traced_above_autograd(p) for p in patterns]
-    found = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
-    others = notes_of_rules(traced, found, patterns)
-    edits = (functools.partial(_replace, match, dag, check) for match in found.matches)
-    sites = [Site(match.name, match.root, edit) for match, edit in zip(found.matches, edits, strict=True)]
+    matching = match_all(traced, dag, exact=True, origins=origins_of(gm.graph), watched=patterns)
+    others = notes_of_rules(traced, matching, patterns)
+    edits = (functools.partial(_replace, match, dag, check) for match in matching.matches)
+    sites = [Site(match.name, match.root, edit) for match, edit in zip(matching.matches, edits, strict=True)]
     new, notes = edited(gm, sites)
     if new is not gm:
         new.graph.lint()
@@ -73,23 +73,23 @@ def _apply(
 
 
 def _replace(match: Match, dag: OpDag, check: Check | None, nodes: Nodes) -> str:
-    """Replace a match in the copy of a graph and say so. Raises Refused."""
+    """Replace a match in the copy of a graph, and return a note of it. Raises Refused."""
     ops, outputs = ([nodes[dag.nodes[n]] for n in names] for names in (match.ops, match.outputs))
-    given = [nodes[dag.nodes[i]] if isinstance(i, str) else i for i in match.inputs]
-    tensors = [g for g in given if isinstance(g, fx.Node)]
-    made = [not _shows(o, tensors) for o in outputs]
-    kept = [o for o, is_made in zip(outputs, made, strict=True) if not is_made]
+    inputs = [nodes[dag.nodes[i]] if isinstance(i, str) else i for i in match.inputs]
+    tensors = [g for g in inputs if isinstance(g, fx.Node)]
+    is_new = [not _shows(o, tensors) for o in outputs]
+    kept = [o for o, is_replaced in zip(outputs, is_new, strict=True) if not is_replaced]
     graph = outputs[0].graph
     place = _place({*ops}, outputs, kept, tensors, graph)
-    arguments = [_number(g, e) for g, e in zip(given, match.pattern.example, strict=True)]
+    arguments = [_number(g, e) for g, e in zip(inputs, match.pattern.example, strict=True)]
     with graph.inserting_before(place):
         if isinstance(match.pattern, Rewrite):
             results = _insert_code(match, match.pattern, dag, arguments, outputs)
         else:
             assert isinstance(match.pattern, UserKernel)
             results = _insert_call(match.pattern, arguments, outputs, check)
-    for name, old, result, is_made in zip(match.outputs, outputs, results, made, strict=True):
-        if is_made:
+    for name, old, result, is_replaced in zip(match.outputs, outputs, results, is_new, strict=True):
+        if is_replaced:
             old.replace_all_uses_with(result)
             nodes[dag.nodes[name]] = result  # a later match may read it
     erase_unused(set[fx.Node]().union(*(ancestors(o) for o in outputs)))
@@ -99,7 +99,7 @@ def _replace(match: Match, dag: OpDag, check: Check | None, nodes: Nodes) -> str
 
 
 def _shows(output: fx.Node, inputs: Sequence[fx.Node]) -> bool:
-    """Whether a result is an argument or a view of one: it stays as it is, and shares its memory."""
+    """True if a result is an argument or a view of one: it stays as it is, and shares its memory."""
     while output not in inputs:
         views = isinstance(output.target, OpOverload) and output.target.is_view
         if not views or not output.all_input_nodes:
@@ -109,7 +109,7 @@ def _shows(output: fx.Node, inputs: Sequence[fx.Node]) -> bool:
 
 
 def _number(value: Any, example: Any) -> Any:
-    """A float that the match left open is the example's own; integers that stand for one are floats."""
+    """Return a float parameter's value: the example's if the match left it open, integers as floats."""
     if isinstance(example, float):
         return example if value is None else float(value)
     return value
@@ -118,9 +118,9 @@ def _number(value: Any, example: Any) -> Any:
 def _place(
     ops: set[fx.Node], outputs: list[fx.Node], kept: list[fx.Node], inputs: list[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """The node before which the replacement goes. Raises Refused where it has no place.
+    """Return the node before which the replacement goes. Raises Refused if it has no place.
 
-    kept: those outputs that are not replaced.
+    kept: the outputs that are not replaced.
     """
     written = mutated_nodes(graph.nodes)
     if written & (ops | set(inputs)):
@@ -144,29 +144,29 @@ def _place(
 
 
 def _is_between(node: fx.Node) -> bool:
-    """A cast or alias that matching looks through."""
+    """True for a cast or alias that matching looks through."""
     if not is_cast_or_alias(node.target):
         return False
     return not quantizes(*(n.meta["val"].dtype for n in (node.all_input_nodes[0], node)))
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """Who reads a value, casts looked through."""
-    found: set[fx.Node] = set()
+    """Return the nodes that read a value, through casts."""
+    readers: set[fx.Node] = set()
     for user in node.users:
-        found |= _readers(user) if _is_between(user) and user.users else {user}
-    return found
+        readers |= _readers(user) if _is_between(user) and user.users else {user}
+    return readers
 
 
 def _feeds(node: fx.Node, ops: set[fx.Node]) -> bool:
-    """A cast between the matched ops."""
+    """True for a cast between the matched ops."""
     return _is_between(node) and bool(node.users) and _readers(node) <= ops
 
 
 def _insert_code(
     match: Match, rule: Rewrite, dag: OpDag, arguments: list[Any], outputs: list[fx.Node]
 ) -> list[fx.Node]:
-    """`after` on the matched tensors, traced on their FakeTensors, at the graph's insertion point."""
+    """Emit `after` on the matched tensors, traced on their FakeTensors, at the graph's insertion point."""
     tensors = [a for a in arguments if isinstance(a, fx.Node)]
     wide = _widest(match, dag) if match.casts else None
     wanted = [o.meta["val"] for o in outputs]
@@ -225,23 +225,23 @@ def _widest(match: Match, dag: OpDag) -> torch.dtype:
 
 
 def _rounds(dtype: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a float of `wanted` loses digits as `dtype`."""
+    """True if a float of `wanted` loses digits as `dtype`."""
     floats = dtype.is_floating_point and wanted.is_floating_point
     return floats and torch.promote_types(dtype, wanted) != dtype
 
 
 def _check_rounding(output: fx.Node, dtype: torch.dtype) -> None:
-    """A replacement may round a result to `dtype` where whoever reads it does. Raises Refused."""
-    own = output.meta["val"].dtype
-    if not _rounds(dtype, own):
+    """Raise Refused if a replacement rounds a result to `dtype`, and a reader of the result does not."""
+    matched = output.meta["val"].dtype
+    if not _rounds(dtype, matched):
         return
     for user in output.users:
         if not is_cast_or_alias(user.target) or user.meta["val"].dtype != dtype:
-            raise Refused(f"it would be rounded to {dtype}, and {user.name} reads it as {own}")
+            raise Refused(f"it would be rounded to {dtype}, and {user.name} reads it as {matched}")
 
 
-def _check_metas(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-    for i, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+def _check_metas(values: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    for i, (ours, theirs) in enumerate(zip(values, wanted, strict=True)):
         if tuple(ours.shape) != tuple(theirs.shape) or ours.dtype != theirs.dtype:
             shapes = f"{ours.dtype} {tuple(ours.shape)}, not {theirs.dtype} {tuple(theirs.shape)}"
             raise Refused(f"output {i} of its replacement is {shapes}")
@@ -250,7 +250,7 @@ def _check_metas(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) 
 def _insert_call(
     kernel: UserKernel, arguments: list[Any], outputs: list[fx.Node], check: Check | None
 ) -> list[fx.Node]:
-    """One call of the kernel's operator, its results in the dtypes of the matched ones."""
+    """Emit one call of the kernel's operator, and return its results in the dtypes of the matched ones."""
     target, like = operator_of(kernel, check), outputs[0]
     try:
         call = emit(like, target, *arguments)

@@ -16,7 +16,7 @@ from fusion_compiler.passes.patterns.trace import traced_above_autograd
 from fusion_compiler.passes.rewrites.equality import InFloat64
 from fusion_compiler.patterns import USER_NAMESPACE, UserKernel
 
-# (kernel, names of its results, results, those of the pattern's code, those of the code in float64) -> good?
+# (kernel, names of its results, results, the results of the pattern's code, and in float64) -> True if good
 Check = Callable[[str, Sequence[str], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None], bool]
 
 Reference = Callable[[Sequence[Any]], list[Tensor]]
@@ -26,28 +26,28 @@ _AUTOCAST = tuple(getattr(_KEYS, name) for name in dir(_KEYS) if name.startswith
 
 @functools.cache
 def operator_of(kernel: UserKernel, check: Check | None = None) -> OpOverload:
-    """The operator that calls `kernel.run`: results are contiguous, in the dtypes that its code gives.
+    """Return the operator that calls `kernel.run`. Its results are contiguous, in the dtypes of the code's.
 
-    check: asked about the first call with each set of shapes; where it says no, the code's results are
-    returned, then and later. One per compilation: with each the kernel is another operator.
+    check: called for the first call with each set of shapes; if it returns False, the code's results are
+    returned, then and later. Each compilation has its own check, and the kernel is another operator for each.
     """
     results = len(traced_above_autograd(kernel).dag.outputs)
     types = [_type_of(value) for value in kernel.example]
     # The cache keeps both alive, so no others have their ids.
     name = f"{USER_NAMESPACE}::{kernel.name}_{id(kernel):x}{f'{id(check):x}' if check else ''}"
-    own: Any = torch.library.custom_op(
+    operator: Any = torch.library.custom_op(
         name, _checked(kernel, check), mutates_args=(), schema=_schema(types, ["Tensor"] * results)
     )
 
     def fake(*arguments: Any) -> Any:
-        made = [
+        fakes = [
             torch.empty_like(r, memory_format=torch.contiguous_format)
             for r in _listed(kernel.code(*arguments))
         ]
-        return made[0] if results == 1 else tuple(made)
+        return fakes[0] if results == 1 else tuple(fakes)
 
-    own.register_fake(fake)
-    _register_gradient(own, kernel, _own_backward(kernel, types, results, name, check))
+    operator.register_fake(fake)
+    _register_gradient(operator, kernel, _backward_operator(kernel, types, results, name, check))
     return getattr(getattr(torch.ops, USER_NAMESPACE), name.partition("::")[2]).default
 
 
@@ -65,16 +65,16 @@ def _listed(values: Any) -> list[Tensor]:
 
 
 def _checked(kernel: UserKernel, check: Check | None) -> Any:
-    """`kernel.run` with results of the shapes and dtypes that the pattern's code gives."""
+    """Return `kernel.run` with results of the shapes and dtypes of the pattern's code's results."""
 
     @functools.lru_cache(maxsize=256)
     def expected(signature: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype]]:
         # A tensor is described by (shape, dtype), anything else is itself.
-        made = [
+        values = [
             torch.empty(s[0], dtype=s[1], device="meta") if isinstance(s, tuple) else s for s in signature
         ]
         with torch.no_grad():
-            return [(r.shape, r.dtype) for r in _listed(kernel.code(*made))]
+            return [(r.shape, r.dtype) for r in _listed(kernel.code(*values))]
 
     def reference(arguments: Sequence[Any]) -> list[Tensor]:
         return _listed(kernel.code(*arguments))
@@ -82,17 +82,17 @@ def _checked(kernel: UserKernel, check: Check | None) -> Any:
     first = None if check is None else _First(kernel, kernel.name, check, reference)
 
     def run(*arguments: Any) -> Any:
-        given = [a.detach() if isinstance(a, Tensor) and a.requires_grad else a for a in arguments]
+        detached = [a.detach() if isinstance(a, Tensor) and a.requires_grad else a for a in arguments]
         with _above(grad=False):
-            results: list[Any] = _listed(kernel.run(*given))
+            results: list[Any] = _listed(kernel.run(*detached))
         wanted = expected(tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments))
         if len(results) != len(wanted):
             raise _wrong(kernel.name, f"it returned {len(results)} tensors, its pattern {len(wanted)}")
         fitting: list[Tensor] = []
         for i, (result, (shape, dtype)) in enumerate(zip(results, wanted, strict=True)):
             if not isinstance(result, Tensor) or result.shape != shape:
-                found = list(getattr(result, "shape", ())) or type(result).__name__
-                raise _wrong(kernel.name, f"result {i} is {found}, not {list(shape)}")
+                got = list(getattr(result, "shape", ())) or type(result).__name__
+                raise _wrong(kernel.name, f"result {i} is {got}, not {list(shape)}")
             fitting.append(result.to(dtype).contiguous())
         fitting = _apart(fitting, arguments)
         if first is not None:
@@ -103,7 +103,7 @@ def _checked(kernel: UserKernel, check: Check | None) -> Any:
 
 
 class _First:
-    """Compares what a kernel gives with what its pattern's code gives, once for each set of shapes."""
+    """A comparison of a kernel's results with its pattern's code's, once for each set of shapes."""
 
     def __init__(self, kernel: UserKernel, name: str, check: Check, reference: Reference) -> None:
         self.kernel, self.name, self.check, self.reference = kernel, name, check, reference
@@ -111,7 +111,7 @@ class _First:
         self.wrong = False
 
     def settled(self, arguments: Sequence[Any], got: list[Tensor], names: Sequence[str]) -> list[Tensor]:
-        """`got`, or, where the kernel was found wrong, what the code gives."""
+        """Return `got`, or the code's results if the kernel's are wrong."""
         signature = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
         if signature in self.seen and not self.wrong:
             return got
@@ -125,18 +125,18 @@ class _First:
         return want if self.wrong else got
 
     def exact(self, arguments: Sequence[Any]) -> list[Tensor] | None:
-        """What the code gives in float64; None where it takes none."""
+        """Return the code's results in float64, or None if it takes no float64."""
         wide = [a.detach().double() if _is_float(a) else a for a in arguments]
         try:
             with _above(grad=True), InFloat64():
                 return [r.detach() for r in self.reference(wide)]
-        except Exception:  # an operator of float32 alone, for instance: the code as it is must do
+        except Exception:  # the code takes no float64: it has an operator of float32 alone, for example
             return None
 
 
 @contextlib.contextmanager
 def _above(*, grad: bool) -> Generator[None]:
-    """Inside an operator, which runs below autograd and vmap: as if it were called above them."""
+    """Run code inside an operator, which is below autograd and vmap, as if it were called above them."""
     now: Any = torch._C._dispatch_tls_local_exclude_set()
     excluded: Any = torch._C.DispatchKeySet(_KEYS.Undefined)
     for key in _AUTOCAST:  # off, unless the model turned it on
@@ -147,14 +147,14 @@ def _above(*, grad: bool) -> Generator[None]:
 
 
 def _apart(results: Sequence[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
-    """An operator's results must not be the memory of an argument or of one another."""
+    """Return results, cloned if they share memory with an argument or one another, as operators' must not."""
     used = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
-    own: list[Tensor] = []
+    separate: list[Tensor] = []
     for result in results:
         free = result if result.untyped_storage()._cdata not in used else result.clone()
         used.add(free.untyped_storage()._cdata)
-        own.append(free)
-    return own
+        separate.append(free)
+    return separate
 
 
 def _wrong(name: str, detail: str) -> UserKernelError:
@@ -166,30 +166,30 @@ def _is_float(value: Any) -> bool:
 
 
 def _floats(kernel: UserKernel) -> list[int]:
-    """Positions of the arguments that have gradients."""
+    """Return the positions of the arguments that have gradients."""
     return [i for i, v in enumerate(kernel.example) if isinstance(v, Tensor) and v.is_floating_point()]
 
 
-def _own_backward(
+def _backward_operator(
     kernel: UserKernel, types: Sequence[str], results: int, name: str, check: Check | None
 ) -> Any:
-    """The user's backward as an operator of its own; None where there is none."""
-    given = kernel.backward
-    if given is None:
+    """Return the user's backward as an operator, or None if there is none."""
+    user_backward = kernel.backward
+    if user_backward is None:
         return None
     places = _floats(kernel)
 
     def reference(values: Sequence[Any]) -> list[Tensor]:
         arguments, tangents = list(values[: len(types)]), values[len(types) + results :]
-        found = [g for _, g in _of_code(kernel, arguments, tangents)]
-        return [torch.zeros_like(values[i]) if g is None else g for i, g in zip(places, found, strict=True)]
+        grads = [g for _, g in _of_code(kernel, arguments, tangents)]
+        return [torch.zeros_like(values[i]) if g is None else g for i, g in zip(places, grads, strict=True)]
 
     first = None if check is None else _First(kernel, f"{kernel.name}_backward", check, reference)
 
     def run(*values: Any) -> Any:
         with _above(grad=True):
             gradients: list[Any] = _listed(
-                given(*(v.detach() if isinstance(v, Tensor) else v for v in values))
+                user_backward(*(v.detach() if isinstance(v, Tensor) else v for v in values))
             )
         if len(gradients) != len(places):
             detail = f"backward returned {len(gradients)} gradients for {len(places)} floating tensors"
@@ -209,8 +209,8 @@ def _own_backward(
         return fitting[0] if len(fitting) == 1 else tuple(fitting)
 
     def fake(*values: Any) -> Any:
-        made = [torch.empty_like(values[i], memory_format=torch.contiguous_format) for i in places]
-        return made[0] if len(made) == 1 else tuple(made)
+        fakes = [torch.empty_like(values[i], memory_format=torch.contiguous_format) for i in places]
+        return fakes[0] if len(fakes) == 1 else tuple(fakes)
 
     schema = _schema([*types, *["Tensor"] * (2 * results)], ["Tensor"] * len(places))
     backward: Any = torch.library.custom_op(f"{name}_backward", run, mutates_args=(), schema=schema)
@@ -218,8 +218,8 @@ def _own_backward(
     return backward
 
 
-def _register_gradient(own: Any, kernel: UserKernel, backward: Any) -> None:
-    """The gradient: the user's backward, an operator as well, or that of the pattern's code."""
+def _register_gradient(operator: Any, kernel: UserKernel, backward: Any) -> None:
+    """Register the operator's gradient: the user's backward, an operator as well, or that of the code."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = [] if backward is None else _listed(output)
@@ -233,28 +233,28 @@ def _register_gradient(own: Any, kernel: UserKernel, backward: Any) -> None:
         for place in ctx.places:
             arguments[place] = saved.pop(0)
         if backward is None:
-            found = _of_code(kernel, arguments, tangents)
+            pairs = _of_code(kernel, arguments, tangents)
         else:
             filled = [torch.zeros_like(o) if t is None else t for o, t in zip(saved, tangents, strict=True)]
-            found = list(zip(_floats(kernel), _listed(backward(*arguments, *saved, *filled)), strict=True))
+            pairs = list(zip(_floats(kernel), _listed(backward(*arguments, *saved, *filled)), strict=True))
         gradients: list[Any] = [None] * len(arguments)
-        for place, value in found:
+        for place, value in pairs:
             gradients[place] = value
         return tuple(gradients)
 
-    own.register_autograd(gradient, setup_context=setup)
+    operator.register_autograd(gradient, setup_context=setup)
 
 
 def _of_code(
     kernel: UserKernel, arguments: list[Any], tangents: Sequence[Any]
 ) -> list[tuple[int, Tensor | None]]:
-    """Gradients of the pattern's code, recomputed."""
+    """Return (position, gradient) of the floating arguments from the pattern's code, which runs again."""
     places = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.is_floating_point()]
     with torch.enable_grad():
         fresh = [a.detach().requires_grad_() if i in places else a for i, a in enumerate(arguments)]
         results = _listed(kernel.code(*fresh))
         pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if t is not None and r.requires_grad]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [r for r, _ in pairs], [fresh[i] for i in places], [t for _, t in pairs], allow_unused=True
         )
-    return list(zip(places, found, strict=True))
+    return list(zip(places, gradients, strict=True))

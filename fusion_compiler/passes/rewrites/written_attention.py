@@ -1,17 +1,17 @@
-"""Attention that is written out becomes one call, which PyTorch has kernels for.
+"""Attention that is written out in products becomes one call, for which PyTorch has kernels.
 
     dropout(softmax(q @ k^T * c + bias)) @ v   ->   sdpa(q, k, v, attn_mask=bias, dropout_p=p, scale=c)
 
-However it is written (attention_form.py). The scores are then never stored, and rewrites after this one prove
-masks causal. What eager computes stays what is computed, rows that a mask hides whole included:
+It is recognised however it is written (attention_form.py). The scores are then never stored, and rewrites
+after this one prove masks causal. The results stay eager's, also in rows that a mask hides completely:
 
     scores filled with -inf       NaN, as eager's softmax: the result is multiplied by NaN there
     with a number like -1e9       the mean of v, no gradient to q: the row sees everything by a query of zeros
     a finite additive mask        passed as it is
 
-Rows that are proved to show something (attention_mask.shows_every_row) need none of this. Refused, with the
-reason, is what reads scores or probabilities elsewhere, arithmetic that attention does not have, and calls
-for which PyTorch has no fused kernel. Inside, scores and probabilities are float32, whatever they were.
+Rows that are proved to show something (attention_mask.shows_every_row) need none of this. Other readers of
+scores or probabilities, arithmetic that attention does not have, and calls for which PyTorch has no fused
+kernel are refused, with the reason. Inside the call, scores and probabilities are float32.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fusion_compiler.passes.rewrites.mask_algebra import expression
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "fused attention"
-MAX_HEAD = 256  # of the flash kernels; above, products of their own are not known to be slower
+MAX_HEAD = 256  # of the flash kernels; above, separate products are not known to be slower
 # A score that a mask fills with this or less has the weight 0 beside any other that a model computes.
 HIDDEN = -1e8
 
@@ -69,7 +69,9 @@ def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 
 @dataclass(frozen=True)
 class _Mask:
-    """tensor: bool or additive; None for none. even: rows that a number fills where anything counts, which
+    """The mask of the call, and the rows that it hides completely.
+
+    tensor: bool or additive; None for none. even: rows all of whose scores are filled with one number, which
     take a query of zeros. undefined: rows that are NaN. Both are [batch, heads, rows, 1], or None.
     """
 
@@ -79,10 +81,10 @@ class _Mask:
 
 
 class _Call:
-    """The call that an attention becomes, emitted where its result is."""
+    """The call that an attention becomes, emitted at the place of the attention's result."""
 
     def __init__(self, attention: Attention) -> None:
-        self.found = attention
+        self.attention = attention
         self.graph = attention.root.graph
         self.axes = attention.axes
         self.dtype: torch.dtype = attention.products[1].meta["val"].dtype
@@ -90,8 +92,8 @@ class _Call:
         self.sizes: dict[sympy.Expr, fx.Node] = {}
 
     def replace(self) -> str:
-        """Put the call in place, and say what it is. Raises Refused, with the graph as it was."""
-        root, before = self.found.root, set(self.graph.nodes)
+        """Put the call in place, and return a note of it. Raises Refused, with the graph as it was."""
+        root, before = self.attention.root, set(self.graph.nodes)
         for node in self.graph.nodes:
             if node is root:
                 break
@@ -105,66 +107,68 @@ class _Call:
                 if node not in before:
                     self.graph.erase_node(node)
             raise
-        old = ancestors(root) - self.found.inside
+        old = ancestors(root) - self.attention.inside
         root.replace_all_uses_with(result)
-        for node in sorted(self.found.inside, reverse=True):
+        for node in sorted(self.attention.inside, reverse=True):
             self.graph.erase_node(node)
         erase_unused(old)
         return reason
 
     def _emitted(self) -> tuple[fx.Node, str]:
-        found = self.found
-        if found.scale <= 0:
-            raise Refused(f"the scores are multiplied by {found.scale:g}")
-        query = self._canonical(self._in_dtype(found.query), (found.rows, found.inner))
-        key = self._canonical(self._in_dtype(found.key), (found.keys, found.inner))
-        value = self._canonical(self._in_dtype(found.value, 1), (found.keys, found.features))
+        form = self.attention
+        if form.scale <= 0:
+            raise Refused(f"the scores are multiplied by {form.scale:g}")
+        query = self._canonical(self._in_dtype(form.query), (form.rows, form.inner))
+        key = self._canonical(self._in_dtype(form.key), (form.keys, form.inner))
+        value = self._canonical(self._in_dtype(form.value, 1), (form.keys, form.features))
         mask = self._mask()
-        refusal = no_kernel(query, value, mask.tensor, found.dropout)
-        if refusal and found.capped is None:
+        refusal = no_kernel(query, value, mask.tensor, form.dropout)
+        if refusal and form.capped is None:
             raise Refused(refusal)
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
-        result = self._emit(_SDPA, query, key, value, mask.tensor, found.dropout, False, scale=found.scale)
-        if found.capped is not None:  # which PyTorch has no kernel for
-            result = capped_attention(result, found.capped)
+        result = self._emit(_SDPA, query, key, value, mask.tensor, form.dropout, False, scale=form.scale)
+        if form.capped is not None:  # PyTorch has no kernel for capped scores
+            result = capped_attention(result, form.capped)
         if mask.undefined is not None:
             factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
             factor = self._emit(_aten.to.dtype, factor, self.dtype)
             result = self._emit(_aten.mul.Tensor, result, factor)
         result = self._laid_out(result)
-        ours, theirs = result.meta["val"], found.root.meta["val"]
-        if shape_of(result) != shape_of(found.root) or ours.dtype != theirs.dtype:
+        ours, theirs = result.meta["val"], form.root.meta["val"]
+        if shape_of(result) != shape_of(form.root) or ours.dtype != theirs.dtype:
             raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
-        return result, self._told(mask.tensor)
+        return result, self._described(mask.tensor)
 
-    def _told(self, mask: fx.Node | None) -> str:
+    def _described(self, mask: fx.Node | None) -> str:
         kind = "no mask"
         if mask is not None:
             kind = "a bool mask" if mask.meta["val"].dtype is torch.bool else "an additive mask"
-        return f"one call, {kind}" + (f", dropout {self.found.dropout:g}" if self.found.dropout else "")
+        return f"one call, {kind}" + (
+            f", dropout {self.attention.dropout:g}" if self.attention.dropout else ""
+        )
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return emit(self.found.products[1], target, *args, **kwargs)
+        return emit(self.attention.products[1], target, *args, **kwargs)
 
     # -- operands -------------------------------------------------------------------------------------
 
     def _in_dtype(self, operand: Operand, product: int = 0) -> Operand:
-        """An operand of a product in the dtype of the call. Raises Refused where that has fewer digits."""
+        """Return a product's operand in the dtype of the call. Raises Refused if that has fewer digits."""
         node = operand.node
         while base_name(node) in ("to", "_to_copy") and _fits(
             node.all_input_nodes[0], node.meta["val"].dtype
         ):
             node = node.all_input_nodes[0]
-        multiplied = self.found.products[product].meta["val"].dtype  # under autocast not the operand's own
+        multiplied = self.attention.products[product].meta["val"].dtype  # may differ under autocast
         if node.meta["val"].dtype != self.dtype:
             if multiplied != self.dtype and not _fits(node, self.dtype):
                 raise Refused(f"products of {multiplied} and of {self.dtype}")
             node = self._emit(_aten.to.dtype, node, self.dtype)
         return Operand(node, operand.layout)
 
-    def _canonical(self, operand: Operand, inner: tuple[Dim, Dim], *, whole: bool = True) -> fx.Node:
-        """[batch, heads, *inner] of an operand. whole: spread over batch and heads that it lacks."""
+    def _canonical(self, operand: Operand, inner: tuple[Dim, Dim], *, spread_batch: bool = True) -> fx.Node:
+        """Emit an operand as [batch, heads, *inner]. spread_batch: expand batch and heads that it lacks."""
         operand, now = _unpermuted(operand), self.axes.now
         node = operand.node
         groups = [now(d) for d in (self.batch, self.heads, *inner)]
@@ -172,7 +176,7 @@ class _Call:
         node = self._reshape(node, [self.axes.size(a) for a in have])
         wanted = [a for group in groups for a in group]
         spread = [
-            group if (whole and i < 2) or any(a in have for a in group) else ()
+            group if (spread_batch and i < 2) or any(a in have for a in group) else ()
             for i, group in enumerate(groups)
         ]
         order = [have.index(a) for a in wanted if a in have]
@@ -192,23 +196,23 @@ class _Call:
         )
 
     def _laid_out(self, result: fx.Node) -> fx.Node:
-        """[batch, heads, rows, features] as the result is wanted."""
-        found, now = self.found, self.axes.now
-        have = [a for d in (self.batch, self.heads, found.rows, found.features) for a in now(d)]
-        wanted = [a for d in found.layout for a in now(d)]
+        """Emit [batch, heads, rows, features] in the shape and memory order of the attention's result."""
+        attention, now = self.attention, self.axes.now
+        have = [a for d in (self.batch, self.heads, attention.rows, attention.features) for a in now(d)]
+        wanted = [a for d in attention.layout for a in now(d)]
         result = self._reshape(result, [self.axes.size(a) for a in have])
         order = [have.index(a) for a in wanted]
         if order != sorted(order):
             result = self._emit(_aten.permute.default, result, order)
-        result = self._reshape(result, list(shape_of(found.root)))
+        result = self._reshape(result, list(shape_of(attention.root)))
         return self._in_memory_order(result)
 
     def _in_memory_order(self, result: fx.Node) -> fx.Node:
-        """The result with the strides that eager's has, where anybody sees them."""
-        value = self.found.root.meta["val"]
+        """Emit the result with the strides of eager's, if the graph's results depend on them."""
+        value = self.attention.root.meta["val"]
         if value.is_contiguous():
             return self._emit(_aten.contiguous.default, result)
-        if not shows(self.found.root):
+        if not shows(self.attention.root):
             return result
         order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
         stored = self._emit(_aten.permute.default, result, order)
@@ -216,12 +220,12 @@ class _Call:
         return self._emit(_aten.permute.default, stored, [order.index(d) for d in range(value.dim())])
 
     def _reshape(self, node: fx.Node, shape: list[sympy.Expr]) -> fx.Node:
-        """`node` in another shape; what a reshape before it came from, where that has it."""
+        """Emit `node` in another shape, or return the operand of a reshape before it that has this shape."""
         source = node
         while True:
             if list(shape_of(source)) == shape:
                 return source
-            if source.target not in RESHAPES | COPIES or source in self.found.inside:
+            if source.target not in RESHAPES | COPIES or source in self.attention.inside:
                 break
             source = source.all_input_nodes[0]
         return self._emit(_aten.reshape.default, node, self._numbers(shape))
@@ -244,12 +248,12 @@ class _Call:
 
     def _mask(self) -> _Mask:
         shown, bias = self._shown(), self._bias()
-        fills = [f.value for f in self.found.fills]
+        fills = [f.value for f in self.attention.fills]
         number = next((v for v in fills if math.isfinite(v)), None)
         if number is not None:
             if len(set(fills)) > 1:
                 raise Refused("its masks fill the scores with different numbers")
-            if not (number <= HIDDEN or number == _lowest(self.found.products[0])):
+            if not (number <= HIDDEN or number == _lowest(self.attention.products[0])):
                 raise Refused(f"hidden scores are {number:g}, which may count")
         finite = bias is None or not _may_be_infinite(bias)
         certain = shown is None or (finite and self._shows_every_row(shown))
@@ -276,15 +280,15 @@ class _Call:
         return shows_every_row(shown, mutated_nodes(self.graph.nodes))
 
     def _empty(self, mask: fx.Node) -> fx.Node:
-        """[batch, heads, rows, 1]: where a mask hides a whole row."""
+        """Emit bool [batch, heads, rows, 1]: True for rows that a mask hides completely."""
         if mask.meta["val"].dtype is torch.bool:
             return self._emit(_aten.logical_not.default, self._emit(_aten.any.dim, mask, -1, True))
         return self._emit(_aten.all.dim, self._emit(_aten.eq.Scalar, mask, -math.inf), -1, True)
 
     def _shown(self) -> fx.Node | None:
-        """Where scores are not filled, spread over the keys."""
+        """Emit a bool mask over the keys, True where scores are not filled; return None if none are."""
         shown: fx.Node | None = None
-        for fill in self.found.fills:
+        for fill in self.attention.fills:
             if fill.value > 0 or math.isnan(fill.value):
                 raise Refused(f"scores are filled with {fill.value:g}")
             mask = self._over_keys(fill.of)
@@ -294,29 +298,29 @@ class _Call:
         return shown
 
     def _bias(self) -> fx.Node | None:
-        """The sum of all that is added to the scores, in the dtype of the call."""
+        """Emit the sum of all biases of the scores in the call's dtype. Return None if there are none."""
         total: fx.Node | None = None
-        for bias in self.found.biases:
-            own = self._over_keys(bias.of)
+        for bias in self.attention.biases:
+            term = self._over_keys(bias.of)
             if bias.factor != 1.0:
-                own = self._emit(_aten.mul.Tensor, own, bias.factor)
-            total = own if total is None else self._emit(_aten.add.Tensor, total, own)
+                term = self._emit(_aten.mul.Tensor, term, bias.factor)
+            total = term if total is None else self._emit(_aten.add.Tensor, total, term)
         if total is None or total.meta["val"].dtype == self.dtype:
             return total
-        known = values(total)
-        if not _fits(total, self.dtype) and not (known and all(_same_in(v, self.dtype) for v in known)):
+        numbers = values(total)
+        if not _fits(total, self.dtype) and not (numbers and all(_same_in(v, self.dtype) for v in numbers)):
             raise Refused(f"a mask of {total.meta['val'].dtype} beside {self.dtype}")
         return self._emit(_aten.to.dtype, total, self.dtype)
 
     def _over_keys(self, operand: Operand) -> fx.Node:
-        own = {a for d in operand.layout for a in self.axes.now(d)}
-        if not set(self.axes.now(self.found.keys)) <= own:
+        axes = {a for d in operand.layout for a in self.axes.now(d)}
+        if not set(self.axes.now(self.attention.keys)) <= axes:
             raise Refused("a mask that is the same for all keys")
-        return self._canonical(operand, (self.found.rows, self.found.keys), whole=False)
+        return self._canonical(operand, (self.attention.rows, self.attention.keys), spread_batch=False)
 
 
 def _unpermuted(operand: Operand) -> Operand:
-    """What an operand is a permutation or copy of: kernels read it by its strides."""
+    """Return the operand that another is a permutation or copy of: kernels read it by its strides."""
     node, layout = operand.node, operand.layout
     while node.target in PERMUTATIONS | COPIES:
         if node.target in PERMUTATIONS:
@@ -327,8 +331,10 @@ def _unpermuted(operand: Operand) -> Operand:
 
 
 def _two(attention: Attention, now: Any) -> tuple[Dim, Dim]:
-    """The dimensions of a batch as two: as the scores have them, the first apart from the others; folded ones
-    as they unfold."""
+    """Return the dimensions of a batch as two: the first one of the scores, and all others.
+
+    If the batch is one dimension, its axes are taken as the dimensions.
+    """
     dims = [now(d) for d in attention.batch]
     if len(dims) == 1:
         dims = [(a,) for a in dims[0]]
@@ -338,9 +344,9 @@ def _two(attention: Attention, now: Any) -> tuple[Dim, Dim]:
 
 
 def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether every number of a tensor is one of `dtype`."""
-    own = node.meta["val"].dtype
-    return own.is_floating_point and torch.promote_types(own, dtype) == dtype
+    """True if `dtype` represents every number of a tensor's dtype."""
+    node_dtype = node.meta["val"].dtype
+    return node_dtype.is_floating_point and torch.promote_types(node_dtype, dtype) == dtype
 
 
 def _same_in(value: float, dtype: torch.dtype) -> bool:
@@ -352,13 +358,12 @@ def _lowest(product: fx.Node) -> float:
 
 
 def _may_be_infinite(mask: fx.Node) -> bool:
-    known = values(mask)
-    return known is None or any(math.isinf(v) for v in known)
+    numbers = values(mask)
+    return numbers is None or any(math.isinf(v) for v in numbers)
 
 
 def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: float) -> str:
-    """Why PyTorch would compute the call by products of its own, "" where it has a kernel, if rows are
-    contiguous."""
+    """Return why PyTorch has no fused kernel for a call, or "" if it has one for contiguous rows."""
     q, v = query.meta["val"], value.meta["val"]
     device, dtype, heads = q.device.type, q.dtype, (q.shape[-1], v.shape[-1])
     same = expression(heads[0]) == expression(heads[1])

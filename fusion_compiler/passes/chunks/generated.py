@@ -1,4 +1,4 @@
-"""Tensors that are made of no other: one number everywhere, or 0, 1, ...; nobody has to read them."""
+"""Tensors that no kernel has to read, as they are computed from no other: one number, or 0, 1, ..."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _SHOW = VIEWS | {aten.clone.default}
 
 
 def chain(node: fx.Node) -> list[fx.Node]:
-    """What a node is a view or a copy of, and what is in between, up to itself."""
-    found = [node]
-    while found[-1].target in _SHOW and len(found[-1].all_input_nodes) == 1:
-        found += found[-1].all_input_nodes
-    return found[::-1]
+    """Return the nodes from the one that `node` is a view or a copy of up to `node` itself."""
+    nodes = [node]
+    while nodes[-1].target in _SHOW and len(nodes[-1].all_input_nodes) == 1:
+        nodes += nodes[-1].all_input_nodes
+    return nodes[::-1]
 
 
-def made_of_nothing(node: fx.Node) -> bool:
+def is_generated(node: fx.Node) -> bool:
     source = chain(node)[0]
     return source.target in _COUNTED | {_FULL} and not source.all_input_nodes
 
 
 def counted(node: fx.Node) -> tuple[int, int] | None:
-    """(start, step) of the integers start, start + step, ... along the one dimension of a tensor; None of all
-    else."""
+    """Return (start, step) of a tensor of the integers start, start + step, ... along its one dimension, or
+    None for any other tensor."""
     source = chain(node)[0]
     if source.target not in _COUNTED or source.all_input_nodes:
         return None
@@ -37,9 +37,9 @@ def counted(node: fx.Node) -> tuple[int, int] | None:
     if value.is_floating_point() or max(shape(node), default=1) != value.numel():
         return None
     if source.target is torch.ops.prims.iota.default:
-        found = source.kwargs["start"], source.kwargs["step"]
+        progression = source.kwargs["start"], source.kwargs["step"]
     else:
         named = arguments(source)
-        found = named.get("start", 0), named.get("step", 1)
-    start, step = found
+        progression = named.get("start", 0), named.get("step", 1)
+    start, step = progression
     return (start, step) if isinstance(start, int) and isinstance(step, int) else None
