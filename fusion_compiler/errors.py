@@ -1,7 +1,7 @@
-"""Every error and warning of the compiler: what happened, where, and what to do next.
+"""Every error and warning of the compiler; each says what happened, where, and what to do next.
 
-An error is a class with a message template; raising one fills the template in. `where` is the
-user's own source line when it is known. Each class lists the fields that its template takes.
+An error is a class with a message template; raising one fills the template in. `where` is the user's source
+line if the compiler can tell it. Each class lists the fields that its template takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 @runtime_checkable
 class Located(Protocol):
-    """A place in the user's model (dag.Source is one)."""
+    """A `Located` object is a place in the user's model (dag.Source is one)."""
 
     @property
     def module(self) -> str: ...
@@ -28,7 +28,7 @@ class Located(Protocol):
 
 
 def describe(where: object) -> str:
-    """One line that names a place: `file:line: code  (in module)`; anything else as str() has it."""
+    """Return a place as one line, `file:line: code  (in module)`; return anything else as str() does."""
     if not isinstance(where, Located):
         return str(where)
     text = f"{where.file}:{where.line}"
@@ -38,7 +38,7 @@ def describe(where: object) -> str:
 
 
 class FusionError(Exception):
-    """Base of all errors. Subclasses set `template` (fields in braces) and `next_step`."""
+    """Every error derives from this class. Subclasses set `template` (fields in braces) and `next_step`."""
 
     template: ClassVar[str] = "{detail}"
     next_step: ClassVar[str] = ""
@@ -64,56 +64,56 @@ def _rebuild(cls: type[FusionError], where: object, fields: dict[str, object]) -
 
 
 class NotCallableError(FusionError, TypeError):
-    """Fields: got (a type's name)."""
+    """compile() got no model. Fields: got (a type's name)."""
 
     template = "compile() takes an nn.Module or a function, not {got}"
     next_step = "pass the model itself, not its output, class or state_dict"
 
 
 class TorchScriptError(FusionError, TypeError):
-    """Fields: model (a type's name)."""
+    """The model is scripted or traced code. Fields: model (a type's name)."""
 
     template = "a {model} has no Python code to capture"
     next_step = "compile the nn.Module that it was scripted or traced from"
 
 
 class ArgumentMismatchError(FusionError, TypeError):
-    """Example arguments that do not fit the model. Fields: model, detail."""
+    """Example arguments do not fit the model. Fields: model, detail."""
 
     template = "the example arguments do not fit {model}: {detail}"
     next_step = "pass the arguments with which the model itself would be called"
 
 
 class UnknownOptionError(FusionError, TypeError):
-    """Fields: option, suggestion (from `closest`), known."""
+    """An option does not exist. Fields: option, suggestion (from `closest`), known."""
 
     template = "unknown option {option!r}{suggestion}"
     next_step = "the options are {known}"
 
 
 class InvalidOptionError(FusionError, ValueError):
-    """Fields: option, value, expected."""
+    """An option has an invalid value. Fields: option, value, expected."""
 
     template = "option {option}={value!r} is not valid"
     next_step = "give {option} {expected}"
 
 
 class ContradictoryOptionsError(FusionError, ValueError):
-    """Fields: mode, option, means (what the mode says of the option), given."""
+    """An option differs from the mode's. Fields: mode, option, means (the mode's value), given."""
 
     template = "mode={mode!r} means {option}={means!r}, but {option}={given!r} is given as well"
     next_step = "leave out {option}, or the mode; docstring and README say what each mode means"
 
 
 class InvalidPatternError(FusionError, TypeError):
-    """A pattern of the wrong form. Fields: pattern, detail."""
+    """A pattern has the wrong form. Fields: pattern, detail."""
 
     template = "pattern {pattern} has the wrong form: {detail}"
     next_step = "write it as the torch code that it matches; docs/patterns.md shows each sort"
 
 
 class PredicateError(InvalidPatternError):
-    """A `where=` that raises. Fields: pattern, detail."""
+    """A `where=` raises. Fields: pattern, detail."""
 
     template = "the where= of pattern {pattern} raises {detail}"
     next_step = (
@@ -123,7 +123,7 @@ class PredicateError(InvalidPatternError):
 
 
 class RewriteNotEqualError(FusionError, ValueError):
-    """A rewrite whose two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
+    """A rewrite's two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
 
     template = (
         "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error}\n"
@@ -136,49 +136,49 @@ class RewriteNotEqualError(FusionError, ValueError):
 
 
 class PatternConflictError(FusionError, ValueError):
-    """Two patterns that claim one op with the same precedence. Fields: first, second, op."""
+    """Two patterns claim one op with the same precedence. Fields: first, second, op."""
 
     template = "patterns {first} and {second} both claim op {op}"
     next_step = "remove one of them, or order them in one tuple: the first wins"
 
 
 class UnknownOpError(FusionError, LookupError):
-    """A name that is in no plan. Fields: name, suggestion (from `closest`)."""
+    """A name is in no plan. Fields: name, suggestion (from `closest`)."""
 
     template = "no op, cluster, module or source line is called {name!r}{suggestion}"
     next_step = "give an op or a cluster as the report prints it, a module, or a place such as model.py:12"
 
 
 class MissingPackageError(FusionError, ImportError):
-    """Fields: package, what (needs it)."""
+    """A package is not installed. Fields: package, what (needs it)."""
 
     template = "{what} needs the package {package}, which is not installed"
     next_step = "pip install {package}"
 
 
 class UnsupportedDeviceError(FusionError, ValueError):
-    """Fields: device, known."""
+    """A device has no kernels. Fields: device, known."""
 
     template = "no kernels can be made for device {device!r}"
     next_step = "use CUDA, ROCm or CPU tensors, or plan for one of {known}"
 
 
 class UnsupportedDtypeError(FusionError, TypeError):
-    """Fields: op, dtype."""
+    """A dtype has no kernels. Fields: op, dtype."""
 
     template = "no kernel can hold {dtype} (op {op})"
     next_step = "cast to a real floating, integer or bool dtype; strict=False runs this part eager"
 
 
 class GraphBreakError(FusionError, RuntimeError):
-    """Code that TorchDynamo cannot capture. Fields: reason, todo."""
+    """TorchDynamo cannot capture some code. Fields: reason, todo."""
 
     template = "TorchDynamo breaks the graph: {reason}"
     next_step = "{todo}"
 
 
 class EagerOperatorError(FusionError, RuntimeError):
-    """An operator that no kernel computes. Fields: op, reason, others (how many there are, "" for none)."""
+    """No kernel computes an operator. Fields: op, reason, others (how many there are, "" for none)."""
 
     template = "{op} would run eager: {reason}{others}"
     next_step = (
@@ -188,14 +188,14 @@ class EagerOperatorError(FusionError, RuntimeError):
 
 
 class EagerDeviceError(FusionError, RuntimeError):
-    """A graph that no kernel runs on. Fields: device."""
+    """No kernel runs on a graph's device. Fields: device."""
 
     template = "the graph is on {device}: its clusters run as ATen ops, one by one"
     next_step = "move the model to a GPU, or run the kernels here with backend='interpret'"
 
 
 class EagerMethodError(FusionError, RuntimeError):
-    """A method of a compiled module, which trains it without a compiled graph. Fields: model, method."""
+    """A method of a compiled module trains it without a compiled graph. Fields: model, method."""
 
     template = "{model}.{method}() is not compiled, only {model}.forward() is, and that has not been called"
     next_step = (
@@ -205,28 +205,28 @@ class EagerMethodError(FusionError, RuntimeError):
 
 
 class MissingTritonError(FusionError, ImportError):
-    """Fields: detail."""
+    """Triton cannot be imported. Fields: detail."""
 
     template = "Triton cannot be imported: {detail}"
     next_step = "pip install 'triton>=3.6', or compile(..., backend='eager')"
 
 
 class CacheError(FusionError, OSError):
-    """Fields: path, detail."""
+    """The cache on disk cannot be used. Fields: path, detail."""
 
     template = "the cache at {path} cannot be used: {detail}"
     next_step = "set FUSION_CACHE_DIR to a writable directory"
 
 
 class ReportSchemaError(FusionError, ValueError):
-    """A report that another version made. Fields: got, known."""
+    """A report has another version's schema. Fields: got, known."""
 
     template = "the report is of schema {got}, and the page shows schema {known}"
     next_step = "make the report again with fc.explain(...), or open it with the version that made it"
 
 
 class DoubleBackwardError(FusionError, RuntimeError):
-    """A gradient of gradients that compiled code returned to the caller."""
+    """Compiled code returned gradients to the caller, who then differentiated them."""
 
     template = "gradients that compiled code computed cannot be differentiated once more"
     next_step = (
@@ -236,7 +236,7 @@ class DoubleBackwardError(FusionError, RuntimeError):
 
 
 class LostRecordError(FusionError, RuntimeError):
-    """A recurrent layer whose saved state was replaced before its backward pass. Fields: layer."""
+    """A recurrent layer's saved state was replaced before its backward pass. Fields: layer."""
 
     template = (
         "the dropout masks of {layer} were lost between forward and backward: its saved tensors were replaced"
@@ -247,14 +247,14 @@ class LostRecordError(FusionError, RuntimeError):
 
 
 class KernelError(FusionError, RuntimeError):
-    """Fields: kernel, action ("compile", "launch"), detail."""
+    """A kernel fails to compile or to launch. Fields: kernel, action ("compile", "launch"), detail."""
 
     template = "kernel {kernel} failed to {action}: {detail}"
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
 class IndexRangeError(FusionError, IndexError, RuntimeError):
-    """An index that is data and lies outside. Eager raises an IndexError or a RuntimeError.
+    """An index that is data is out of range. Eager raises an IndexError or a RuntimeError.
 
     Fields: what (an op and its place), value, low, high.
     """
@@ -264,34 +264,34 @@ class IndexRangeError(FusionError, IndexError, RuntimeError):
 
 
 class UserKernelError(KernelError):
-    """A kernel of the user's that does not do what its pattern does. Fields: kernel, detail."""
+    """A user's kernel computes something other than its pattern. Fields: kernel, detail."""
 
     template = "the user's kernel {kernel} does not compute what its pattern does: {detail}"
     next_step = "correct run= or backward= of the pattern, or keep the pattern off such arguments with where="
 
 
 class HardwareExceededError(KernelError):
-    """Fields: kernel, resource, needed, available, device."""
+    """A kernel exceeds a limit of the device. Fields: kernel, resource, needed, available, device."""
 
     template = "kernel {kernel} needs {needed} of {resource}, but {device} has {available}"
     next_step = "report it with the source from FUSION_DUMP=dir; strict=False runs this part eager"
 
 
 class InternalError(FusionError, RuntimeError):
-    """A fault of the compiler's. Fields: graph, detail, place (in the compiler)."""
+    """The compiler has a fault. Fields: graph, detail, place (in the compiler)."""
 
     template = "{graph} could not be compiled: {detail}  ({place})"
     next_step = "report it, with the traceback that strict=True shows"
 
 
 class EagerGraphError(FusionError, RuntimeError):
-    """Base of the reasons for which a graph cannot be compiled and runs eager. Fields: detail."""
+    """A graph cannot be compiled and runs eager; the reasons are subclasses. Fields: detail."""
 
     next_step = "strict=False runs it eager"
 
 
 class ArgumentKindError(EagerGraphError):
-    """An argument whose values kernels cannot read from its memory. Fields: argument, kind (what it is)."""
+    """Kernels cannot read an argument's values from its memory. Fields: argument, kind (of argument)."""
 
     template = "a graph is not compiled: {argument} {kind}"
     next_step = (
@@ -300,57 +300,56 @@ class ArgumentKindError(EagerGraphError):
 
 
 class SubclassViewError(EagerGraphError):
-    """A result that is a view of an argument of a wrapper subclass. Fields: argument."""
+    """A result is a view of an argument of a wrapper subclass. Fields: argument."""
 
     template = "a graph is not compiled: it returns a view of {argument}, a tensor subclass"
     next_step = "return a copy (x.clone()), or take the view outside of the compiled function"
 
 
 class LostBackwardError(EagerGraphError):
-    """A custom autograd.Function whose backward TorchDynamo loses. Fields: function, what, instead."""
+    """TorchDynamo loses the backward of a custom autograd.Function. Fields: function, what, instead."""
 
     template = "TorchDynamo would lose the backward of {function}, which {what}"
     next_step = "{instead}"
 
 
 class NotCompiledError(FusionError, TypeError):
-    """Something that compile() did not return. Fields: got (a type's name)."""
+    """An object is not the result of compile(). Fields: got (a type's name)."""
 
     template = "profile() takes what compile() returned, not {got}"
     next_step = "fast = fusion_compiler.compile(model), then profile(fast, *args)"
 
 
 class NothingToProfileError(FusionError, RuntimeError):
-    """A step in which no compiled graph ran. Fields: model."""
+    """No compiled graph ran in a step. Fields: model."""
 
     template = "no compiled graph of {model} ran in the step that was profiled"
     next_step = "print(compiled.plan) says why nothing of it is captured"
 
 
 class ReplayedGraphError(FusionError, RuntimeError):
-    """Kernels that a CUDA graph launches together. Fields: launch (what started it)."""
+    """A CUDA graph launches kernels together. Fields: launch (the call that started it)."""
 
     template = "the step runs as a CUDA graph ({launch}): its kernels cannot be told apart"
     next_step = "profile what compile() returns without cudagraphs=True, outside of a CUDA graph of your own"
 
 
 class NotAnOptimizerError(FusionError, TypeError):
-    """Fields: got (a type's name)."""
+    """fuse_optimizer() got no optimizer. Fields: got (a type's name)."""
 
     template = "fuse_optimizer() takes a torch.optim.Optimizer, not {got}"
     next_step = "fusion_compiler.fuse_optimizer(model, torch.optim.AdamW(model.parameters()))"
 
 
 class OptimizerStepError(FusionError, RuntimeError):
-    """A step that cannot be fused as it is asked for. Fields: optimizer (a type's name), detail, todo."""
+    """A step cannot be fused as requested. Fields: optimizer (a type's name), detail, todo."""
 
     template = "the step of {optimizer} cannot be fused: {detail}"
     next_step = "{todo}"
 
 
 class PartialStepError(FusionError, RuntimeError):
-    """A backward pass that updates parameters and did not come to its end. Fields: updated, waiting
-    (names)."""
+    """A backward pass that updates parameters ended in an error. Fields: updated, waiting (names)."""
 
     template = (
         "a backward pass ended in an error: these parameters have its update: {updated}\n"
@@ -363,7 +362,7 @@ class PartialStepError(FusionError, RuntimeError):
 
 
 class TargetError(FusionError, ValueError):
-    """A FILE:callable that names nothing that can be explained. Fields: target, detail."""
+    """A FILE:callable does not name a function that returns a model and arguments. Fields: target, detail."""
 
     template = "{target} cannot be used: {detail}"
     next_step = (
@@ -380,19 +379,19 @@ class UserCodeError(FusionError, RuntimeError):
 
 
 class OutputError(FusionError, OSError):
-    """A file that cannot be written. Fields: path, detail."""
+    """A file cannot be written. Fields: path, detail."""
 
     template = "{path} cannot be written: {detail}"
     next_step = "name a file in a folder that exists and may be written to"
 
 
 class FusionWarning(UserWarning):
-    """Something runs eager that could have been fused: names the place, the reason and what to do."""
+    """Code runs eager that could have been fused; the text has the place, the reason and the next step."""
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """The question "did you mean 'x'?" about the most similar known name, or nothing."""
-    match = difflib.get_close_matches(name, list(known), n=1)
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return the question "did you mean 'x'?" about the most similar of `names`, or ""."""
+    match = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
@@ -400,7 +399,7 @@ _MACHINERY = frozenset({"fusion_compiler", "torch", "contextlib", "functools", "
 
 
 def user_frame() -> tuple[str, int]:
-    """(file, line) of the innermost frame outside the compiler and PyTorch."""
+    """Return (file, line) of the innermost frame outside the compiler and PyTorch."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
@@ -411,7 +410,7 @@ def user_frame() -> tuple[str, int]:
 
 
 class WarnOnce:
-    """Warnings, each key once. Every compilation owns one; `of_process` is shared by all of them.
+    """Warn once for each key. Every compilation owns one; `of_process` is shared by all of them.
 
     strict: `fall_back` raises instead of warning.
     """
@@ -421,7 +420,7 @@ class WarnOnce:
         self._seen: dict[str, object] = {}
 
     def warn(self, key: str, message: str, where: object = None) -> bool:
-        """Warn unless `key` was warned of before; True where it did.
+        """Warn unless `key` was warned of before; return True if it warned.
 
         The warning is shown at the user's line: that of `where` if it has one, else that of the
         innermost caller outside the compiler and PyTorch.
@@ -441,10 +440,10 @@ class WarnOnce:
         return True
 
     def fall_back(self, key: str, error: FusionError) -> None:
-        """A part runs eager because of `error`: warn once, or raise it when strict."""
+        """Warn once that a part runs eager because of `error`, or raise it if strict."""
         if self.strict:
             raise error
         self.warn(key, f"{error}\n  this part runs eager", error.where)
 
 
-of_process = WarnOnce()  # for what is true of the machine, whatever model is compiled
+of_process = WarnOnce()  # for warnings about the machine, whatever model is compiled

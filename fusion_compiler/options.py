@@ -14,9 +14,9 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.device import device_spec
 
 BACKENDS = ("auto", "interpret", "eager")
-When = Literal["step", "backward", "forward", "auto"]  # an optimizer's parameters are updated
+When = Literal["step", "backward", "forward", "auto"]  # when an optimizer's parameters are updated
 NUMERICS = ("float32", "eager")
-# torch.compile's names for what these options say.
+# Names of torch.compile for sets of these options.
 MODES: dict[str | None, dict[str, object]] = {
     None: {},
     "default": {},
@@ -24,40 +24,41 @@ MODES: dict[str | None, dict[str, object]] = {
     "max-autotune": {"cudagraphs": True, "tune": "all"},
     "max-autotune-no-cudagraphs": {"cudagraphs": False, "tune": "all"},
 }
-Rounding = Literal["nearest", "stochastic"]  # of bfloat16 parameters that an optimizer updates
-A_FEW, ALL = 4, 1000  # schedules of a cluster; no kind of schedules has as many
+Rounding = Literal["nearest", "stochastic"]  # how an optimizer's update rounds bfloat16 parameters
+A_FEW, ALL = 4, 1000  # numbers of schedules of a cluster; no kind of schedules has as many as ALL
 
 
 @dataclass(frozen=True)
 class Options:
-    """What compile() takes besides the model.
+    """Options are the arguments of compile() besides the model.
 
     backend: "auto" (Triton on GPUs, each cluster's fx subgraph on CPUs), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (fx subgraphs everywhere).
     numerics: "float32" inside clusters, or "eager" to round where eager rounds.
     dynamic: None (a second size makes that dimension symbolic), True or False, as torch.compile's.
-    verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; where
+    verify: run each kernel beside its cluster's fx subgraph on the first call and keep an error table; if
         no kernels run, a warning says so.
-    strict: raise where a part would otherwise run eager: a graph break, an operator that no kernel computes
-        (library calls aside: passes/fuse/library.py), numbers or a device that none takes, a failed kernel.
+    strict: raise if a part would otherwise run eager: a graph break, an operator that no kernel computes
+        (library calls aside: passes/fuse/library.py), numbers or a device that no kernel takes, a failed
+        kernel.
     fullgraph: a graph break is an error, as torch.compile's.
     device: a DeviceSpec's name to plan for; None is the tensors' own device.
-    tune: time the four schedules per distinct cluster that look best, on the device, of products that start
-        while other kernels run up to twelve more, and those that come close again within a graph of inference
-        that is recorded, but not of clusters with less than half a per cent of their graph's time; "all":
-        every one that the schedule space knows, of every cluster;
-        False takes the cost model's first.
+    tune: True times, on the device, the four schedules per distinct cluster that look best, and up to twelve
+        more of products that start while other kernels run; schedules that come close are timed again within
+        a recorded graph of inference. Clusters with less than half a per cent of their graph's time are not
+        timed. "all" times every schedule in the schedule space, of every cluster. False takes the cost
+        model's first.
     cudagraphs: record graphs as CUDA graphs at their second call, inference in each of its sizes, and replay
         them later.
-        "auto": those whose launches can take longer than what they launch, with results of the caller's own;
+        "auto": those whose launches can take longer than the launched kernels; the caller owns the results;
         True: all, and results are overwritten by the next step's (see runtime/cuda_graphs.py).
     graph_memory: the most that CUDA graphs keep between calls with cudagraphs="auto": a share, from 0.0 to
         1.0, of the device memory that is free when they are recorded, or a number of bytes.
-    dependent_launch: kernels of one graph are on the device while those before them end, and load weights
-        meanwhile: "auto" in inference where they are short, True in all inference, on NVIDIA from sm_90 on.
-    memory: what may be in use at the peak of a backward pass, arguments aside: "fast" for what costs no time
-        to speak of, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others
-        computed again, until an estimate keeps it; where none does, the least is taken, and the plan says so.
+    dependent_launch: start kernels of one graph while those before them end, so that they load weights
+        meanwhile: "auto" in inference if they are short, True in all inference, on NVIDIA from sm_90 on.
+    memory: a limit for the peak of a backward pass, arguments aside: "fast" for the use that costs almost no
+        time, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others computed
+        again, until an estimate is within the limit; if none is, the least is taken, and the plan says so.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
     disable: names of passes to leave out, as `fusion-compiler passes` lists them.
 
@@ -111,28 +112,29 @@ class Options:
 
     @property
     def schedules(self) -> int:
-        """How many of a cluster are emitted."""
+        """Return how many schedules of a cluster are emitted."""
         return ALL if self.tune == "all" else A_FEW
 
     @classmethod
     def of(cls, *, mode: str | None = None, **options: object) -> Options:
-        """Options from keyword arguments; mode: one of MODES, for several of them at once.
+        """Return options from keyword arguments; mode: one of MODES, which sets several of them at once.
 
-        Raises UnknownOptionError for a name that is none of them, and ContradictoryOptionsError where an
-        option is not what the mode says.
+        Raises UnknownOptionError for a name that is no option, and ContradictoryOptionsError if an option
+        differs from the mode's.
         """
         if mode not in MODES:
             expected = "one of " + ", ".join(name for name in MODES if name)
             raise InvalidOptionError(option="mode", value=mode, expected=expected)
         for option, value in MODES[mode].items():
             if options.setdefault(option, value) != value:
-                given = options[option]
-                raise ContradictoryOptionsError(mode=mode, option=option, means=value, given=given)
-        known = [*(field.name for field in fields(cls)), "mode"]
+                raise ContradictoryOptionsError(
+                    mode=mode, option=option, means=value, given=options[option]
+                )
+        names = [*(field.name for field in fields(cls)), "mode"]
         for option in options:
-            if option not in known:
+            if option not in names:
                 raise UnknownOptionError(
-                    option=option, suggestion=closest(option, known), known=", ".join(known)
+                    option=option, suggestion=closest(option, names), known=", ".join(names)
                 )
         return cls(**options)  # pyright: ignore[reportArgumentType]  __post_init__ checks the values
 

@@ -1,4 +1,4 @@
-"""Patterns: torch code that is recognised in a model, and what is to happen to it.
+"""Patterns: torch code that is recognised in a model, and the treatment of each match.
 
     ClusterHint   the matched ops are tried as one cluster, and the cluster is named after the pattern
     Rewrite       the matched ops become other torch code, which is checked to be equal first
@@ -34,18 +34,18 @@ Where = Callable[..., bool | str]
 Interval = tuple[float, float]
 Domain = str | Interval | Mapping[str, str | Interval]
 FINITE = "finite"
-USER_NAMESPACE = "fusion_compiler_user"  # of the operators that call users' kernels
+USER_NAMESPACE = "fusion_compiler_user"  # the namespace of the operators that call users' kernels
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedTensor:
-    """What a `where=` is told of a matched tensor.
+    """A `MatchedTensor` describes a matched tensor to a `where=`.
 
-    shape, stride: in elements. A symbolic size is a torch.SymInt: what is asked of it becomes a guard, as in
-        the model's own code, so that other sizes are compiled, and asked about, again.
-    origin: "parameter", "buffer", "input" (another argument of the graph) or "computed"; that of a cast is
-        its operand's. requires_grad: whether it is, or is computed from (`detach` apart), a tensor that
-        requires a gradient; in a backward graph, only of the forward's own arguments.
+    shape, stride: in elements. A symbolic size is a torch.SymInt: a condition on it becomes a guard, as in
+        the model's own code, so that for other sizes the code is compiled, and `where=` called, again.
+    origin: "parameter", "buffer", "input" (another argument of the graph) or "computed"; a cast has the
+        origin of its operand. requires_grad: whether the tensor is, or is computed from (`detach` apart), a
+        tensor that requires a gradient; in a backward graph, only of the forward's own arguments.
     """
 
     shape: tuple[Any, ...]
@@ -58,15 +58,16 @@ class MatchedTensor:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """What all sorts have. code: tensors (and floats) -> tensor or tuple of tensors.
+    """The base class of all sorts of patterns has these fields.
 
+    code: tensors (and floats) -> tensor or tuple of tensors.
     example: one tensor or number per parameter of `code`; only ranks, dtypes and equal sizes count.
-    where: called with what was matched, a `MatchedTensor` for each tensor and the number for each number;
-        False, or the reason as a string, leaves the ops alone. One that raises is a PredicateError at the
-        call that compiles the graph.
+    where: called with a `MatchedTensor` for each matched tensor and the number for each matched number; if it
+        returns False, or the reason as a string, the ops are left alone. If it raises, the call that compiles
+        the graph raises PredicateError.
     """
 
-    sort: ClassVar[str] = ""  # the function that makes it
+    sort: ClassVar[str] = ""  # the name of the function that creates it
 
     name: str
     code: Code
@@ -98,12 +99,12 @@ class Pattern:
             pass
 
     def functions(self) -> dict[str, object]:
-        """The fields that must be callable; those that may be left out, only where they are given."""
-        given: dict[str, object] = {"code": self.code}
-        return given if self.where is None else {**given, "where": self.where}
+        """Return the fields that must be callable, without optional ones that are None."""
+        functions: dict[str, object] = {"code": self.code}
+        return functions if self.where is None else {**functions, "where": self.where}
 
     def options(self) -> dict[str, object]:
-        """The other keywords of the function that makes it."""
+        """Return the other keywords of the function that creates this pattern."""
         return {"name": self.name}
 
     def stable_text(self) -> Any:
@@ -122,13 +123,13 @@ class Pattern:
             raise NotWritable(f"pattern {self.name} has no stable hash: {reason}") from None
 
     def __str__(self) -> str:
-        """Python that makes an equal pattern: the torch code as it was written, and the call."""
+        """Return Python that creates an equal pattern: the torch code as it was written, and the call."""
         return written(self.sort, self.functions(), self.example, self.options())
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterHint(Pattern):
-    """Ops that belong together. fuse: try them as one cluster before the search; False only names them.
+    """The ops belong together. fuse: try them as one cluster before the search; False only names them.
 
     backward: recognise the gradient with respect to the first argument too, as `<name>_backward`.
     """
@@ -146,10 +147,11 @@ class ClusterHint(Pattern):
 class Rewrite(Pattern):
     """`code` becomes `after`, which takes the same arguments; gradients follow from `after`.
 
-    domain: the numbers for which the two are equal, where that is not all of them, infinities and NaN
+    domain: the numbers for which the two are equal, if these are not all numbers, infinities and NaN
         included: "finite", (low, high) for the finite numbers from low to high, or a dict of these by the
-        names of parameters, the others of which are any. A promise that the model gives no other numbers:
-        the two are compared on such alone, and nothing looks at the model's.
+        names of parameters; parameters that it does not name may be any number. This is a promise that the
+        model has no other numbers there: the two are compared on the domain alone, and the model's numbers
+        are not checked.
     """
 
     sort: ClassVar[str] = "rewrite"
@@ -160,8 +162,8 @@ class Rewrite(Pattern):
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
         for name, interval in (self._by_name() or {}).items():
-            if name not in (known := parameter_names(self.code, len(self.example))):
-                detail = f"domain names {name!r}, which is none of its parameters {', '.join(known)}"
+            if name not in (names := parameter_names(self.code, len(self.example))):
+                detail = f"domain names {name!r}, which is none of its parameters {', '.join(names)}"
                 raise InvalidPatternError(pattern=self.name, detail=detail)
             if interval != FINITE and not _is_interval(interval):
                 detail = f'domain is {interval!r}, neither "finite" nor (low, high)'
@@ -174,17 +176,17 @@ class Rewrite(Pattern):
 
     @property
     def intervals(self) -> tuple[Interval | None, ...]:
-        """The finite numbers that each argument may hold; None: any number."""
+        """Return the interval of finite numbers that each argument may hold, or None for any number."""
         names, domain = parameter_names(self.code, len(self.example)), self._by_name() or {}
-        found = [domain.get(name) for name in names]
-        return tuple((-math.inf, math.inf) if isinstance(d, str) else d for d in found)
+        domains = [domain.get(name) for name in names]
+        return tuple((-math.inf, math.inf) if isinstance(d, str) else d for d in domains)
 
     @property
     def promise(self) -> str:
-        """What the domain says of the arguments, "" where it says nothing."""
+        """Return the domain's promise about the arguments as text, or "" if there is none."""
         if not isinstance(self.domain, Mapping):
-            return "" if self.domain is None else f"where all numbers are {_told(self.domain)}"
-        return f"where {', '.join(f'{name} is {_told(i)}' for name, i in self.domain.items())}"
+            return "" if self.domain is None else f"where all numbers are {_interval_text(self.domain)}"
+        return f"where {', '.join(f'{name} is {_interval_text(i)}' for name, i in self.domain.items())}"
 
     def functions(self) -> dict[str, object]:
         return {**super().functions(), "after": self.after}
@@ -198,8 +200,8 @@ class UserKernel(Pattern):
     """`code` becomes a call of `run`, which takes the same arguments and returns new tensors.
 
     backward: (*arguments, *outputs, *gradients of the outputs) -> the gradient of every floating
-        tensor among the arguments, in order, each of that tensor's shape or None for zeros. Without it: the
-        gradient of `code`, recomputed.
+        tensor among the arguments, in order, each of that tensor's shape or None for zeros. Without it, the
+        gradient of `code` is recomputed.
     """
 
     sort: ClassVar[str] = "user_kernel"
@@ -220,7 +222,7 @@ def cluster_hint(
     fuse: bool = True,
     backward: bool = False,
 ) -> ClusterHint:
-    """Ops like those of `code` are fused where that is legal and pays, and named. See ClusterHint.
+    """Fuse ops like those of `code` where that is legal and pays, and name them. See ClusterHint.
 
     Raises InvalidPatternError.
     """
@@ -235,7 +237,7 @@ def rewrite(
     where: Where | None = None,
     domain: Domain | None = None,
 ) -> Rewrite:
-    """Code like `before` is compiled as if it were `after`. See Rewrite.
+    """Compile code like `before` as if it were `after`. See Rewrite.
 
     compile() compares both on numbers of every kind in the domain, their gradients too, in float64 and in the
     example's dtypes, and raises RewriteNotEqualError with a counterexample. Raises InvalidPatternError here.
@@ -251,11 +253,11 @@ def user_kernel(
     name: str | None = None,
     where: Where | None = None,
 ) -> UserKernel:
-    """Code like `code` is computed by `run(*tensors)`. See UserKernel. Raises InvalidPatternError."""
+    """Compute code like `code` by `run(*tensors)`. See UserKernel. Raises InvalidPatternError."""
     return UserKernel(_name(code, name), code, example, where, run, backward)
 
 
-def _told(interval: str | Interval) -> str:
+def _interval_text(interval: str | Interval) -> str:
     return interval if isinstance(interval, str) else f"from {interval[0]:g} to {interval[1]:g}"
 
 
@@ -272,7 +274,7 @@ def _name(code: object, name: str | None) -> str:
 
 
 def checked(patterns: object) -> tuple[Pattern, ...]:
-    """`patterns` as the option takes them. Raises InvalidPatternError for anything but patterns."""
+    """Return the option `patterns` as a tuple. Raises InvalidPatternError for anything but patterns."""
     if isinstance(patterns, Pattern) or not isinstance(patterns, Sequence):
         raise InvalidPatternError(
             pattern=getattr(patterns, "name", patterns),
@@ -287,7 +289,7 @@ def checked(patterns: object) -> tuple[Pattern, ...]:
     return tuple(patterns)
 
 
-# What models are made of. These only name clusters: the search finds them by itself.
+# Common building blocks of models. These only name clusters: the search fuses them by itself.
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -319,7 +321,7 @@ def rms_norm_plain(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_product(x: Tensor, eps: float) -> Tensor:
-    """The square written as x * x."""
+    """Compute RMS norm with the square written as x * x."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
@@ -332,7 +334,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """GPT-2's own."""
+    """Compute GELU as GPT-2 does."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 

@@ -1,4 +1,4 @@
-"""The command line: parsing and printing. What the commands do stands in the modules that they import.
+"""The command line: parsing and printing. The modules that the commands import do the work.
 
 torch is imported where it is needed, so that --help is quick and `doctor` works without it.
 """
@@ -91,14 +91,14 @@ and compares it with eager.""",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code. arguments: those after the program's name."""
+    """Run one command and return its exit code. arguments: those after the program's name."""
     try:
         chosen = parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed help, or what was wrong
         return int(stop.code or 0)
     command: Callable[[argparse.Namespace], int] = chosen.command
     try:
-        check_outputs(chosen)  # before what takes long
+        check_outputs(chosen)  # before the work, which may take long
         code = command(chosen)
         sys.stdout.flush()
         return code
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_outputs(chosen: argparse.Namespace) -> None:
-    """Raises OutputError for a file that was asked for and cannot be written."""
+    """Raise OutputError for an output file of the command line that cannot be written."""
     for option in ("json", "html", "dot", "graphml", "trace"):
         path = getattr(chosen, option, None)
         if path in (None, "-"):
@@ -130,15 +130,15 @@ def check_outputs(chosen: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The grammar of the command line; each command's function is its `command`."""
+    """Return the parser of the command line; each command's function is its `command`."""
     top = _described(argparse.ArgumentParser(PROGRAM), "Explain, profile and look after compiled models.", "")
     top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def add(name: str, what: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = _described(commands.add_parser(name, help=what), f"{what[0].upper()}{what[1:]}.", name)
-        made.set_defaults(command=run)
-        return made
+        sub = _described(commands.add_parser(name, help=what), f"{what[0].upper()}{what[1:]}.", name)
+        sub.set_defaults(command=run)
+        return sub
 
     explaining = add("explain", "what would be fused and why, without running anything", explain)
     profiling = add("profile", "run it, and show what each kernel takes beside its prediction", profile)
@@ -169,11 +169,11 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _described(made: argparse.ArgumentParser, what: str, name: str) -> argparse.ArgumentParser:
-    made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.description = f"{what}\n\n{TARGET}" if name in ("explain", "profile") else what
-    made.epilog = f"{EXAMPLES[name]}\n\n{EXIT_CODES}"
-    return made
+def _described(command: argparse.ArgumentParser, what: str, name: str) -> argparse.ArgumentParser:
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.description = f"{what}\n\n{TARGET}" if name in ("explain", "profile") else what
+    command.epilog = f"{EXAMPLES[name]}\n\n{EXIT_CODES}"
+    return command
 
 
 def _positive(text: str) -> int:
@@ -186,7 +186,7 @@ def _positive(text: str) -> int:
 
 
 def explain(chosen: argparse.Namespace) -> int:
-    """Prints the report of a model, or the one answer or format that was asked for."""
+    """Print the report of a model, or the one answer or format that the options select."""
     import torch
 
     import fusion_compiler as fc
@@ -212,7 +212,7 @@ def explain(chosen: argparse.Namespace) -> int:
 
 
 def profile(chosen: argparse.Namespace) -> int:
-    """Compiles, runs and measures a model."""
+    """Compile, run and measure a model."""
     import torch
 
     import fusion_compiler as fc
@@ -237,7 +237,7 @@ def profile(chosen: argparse.Namespace) -> int:
 
 
 def cache(chosen: argparse.Namespace) -> int:
-    """Sum up, list or clear what is on disk."""
+    """Sum up, list or clear the entries on disk."""
     from fusion_compiler.runtime import stored
     from fusion_compiler.support.store import KINDS, Store
 
@@ -287,31 +287,31 @@ def passes(chosen: argparse.Namespace) -> int:
 
 
 def doctor(chosen: argparse.Namespace) -> int:
-    """Prints each check as it is done; fails where one did."""
+    """Print each check as it is done; return FAILED if one failed."""
     from fusion_compiler.cli.doctor import FAIL, checks
 
-    found: list[dict[str, str]] = []
+    results: list[dict[str, str]] = []
     for check in checks():
-        found.append(dict(vars(check)))
+        results.append(dict(vars(check)))
         if chosen.json != "-":
             print(f"{check.status:<5} {check.name:<13} {check.text}", flush=True)
             if check.todo:
                 print(f"{'':<19} what to do: {check.todo}", flush=True)
     if chosen.json:
-        _write(chosen.json, _data(found))
-    return FAILED if any(check["status"] == FAIL for check in found) else DONE
+        _write(chosen.json, _data(results))
+    return FAILED if any(check["status"] == FAIL for check in results) else DONE
 
 
 # -- printing ----------------------------------------------------------------------------------------
 
 
 def _complain(error: Exception, code: int) -> int:
-    """Says what went wrong and where in the user's code; FUSION_DEBUG adds the traceback."""
+    """Print what went wrong and where in the user's code; FUSION_DEBUG adds the traceback."""
     if os.environ.get("FUSION_DEBUG", "").strip() not in ("", "0"):
         traceback.print_exception(error)
     lines = str(error).splitlines() if isinstance(error, FusionError) else [brief(error)]
     if getattr(error, "where", None) is None and code == FAILED:
-        with contextlib.suppress(ImportError):  # of torch
+        with contextlib.suppress(ImportError):  # torch may be missing
             where = user_line(error)
             lines[1:1] = [] if where is None else [f"  at {describe(where)}"]
     if not isinstance(error, FusionError | OSError):
@@ -344,7 +344,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def _age(seconds: float) -> str:
-    """ "3 h ago"."""
+    """Return an age as text, such as "3 h ago"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -356,7 +356,7 @@ def _size(size: int) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
-    """Columns of equal width; those in `right` end at the right."""
+    """Return rows as text in columns of equal width; the columns in `right` are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -1,6 +1,6 @@
-"""Whether this machine can compile and run kernels, check by check, and what to do where it cannot.
+"""Checks that this machine can compile and run kernels, each with what to do if it fails.
 
-Nothing here needs torch or Triton to be importable: what is missing is a check that fails.
+Nothing here needs torch or Triton to be importable: if one is missing, a check fails.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ SMOKE_TARGET = "sm_90"
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. status: "ok", "warn" (works, but not as well as it could) or "fail". todo: "" where ok."""
+    """A check has one result. status: "ok", "warn" (works, but not as well as it could) or "fail". todo: the
+    next step, "" if ok."""
 
     name: str
     status: str
@@ -42,7 +43,7 @@ class Check:
 
 
 def checks() -> Iterator[Check]:
-    """Every check, as it is done; one that breaks off has failed."""
+    """Yield every check as it is done; a check that raises an exception has failed."""
     for name, check in ALL:
         try:
             with warnings.catch_warnings():
@@ -95,9 +96,9 @@ def check_triton() -> Check:
 
 
 def wanted_triton(requirements: list[str]) -> str:
-    """The Triton that a torch names among its requirements; "" where it names none."""
-    found = [re.match(r"triton==([\d.]+)", requirement.replace(" ", "")) for requirement in requirements]
-    return next((match[1] for match in found if match), "")
+    """Return the version of Triton among torch's requirements, or "" if there is none."""
+    matches = [re.match(r"triton==([\d.]+)", requirement.replace(" ", "")) for requirement in requirements]
+    return next((match[1] for match in matches if match), "")
 
 
 def check_gpu() -> Check:
@@ -125,12 +126,12 @@ def check_gpu() -> Check:
 
 
 def driver_version(file: Path) -> str:
-    """What NVIDIA's driver says of itself, "" where there is none."""
+    """Return the version of NVIDIA's driver from its file, or "" if there is no driver."""
     try:
-        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text())
+        match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", file.read_text())
     except OSError:
         return ""
-    return found[1] if found else "of unknown version"
+    return match[1] if match else "of unknown version"
 
 
 def check_device() -> Check:
@@ -152,7 +153,7 @@ def check_device() -> Check:
 
 
 def check_toolchain() -> Check:
-    """Triton compiles its launcher, a Python extension in C, when a GPU is first used."""
+    """Check that a C compiler builds Python extensions, as Triton's launcher is one, built at first use."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     todo = f"install a C compiler and Python's headers (apt install gcc python{minor}-dev), or set CC"
@@ -194,7 +195,8 @@ def check_kernels() -> Check:
 
 
 def _folder_check(name: str, folder: Path, entries: list[Entry], variable: str) -> Check:
-    """Return whether a folder can be written and its entries are whole. variable: names another folder."""
+    """Check that a folder can be written and its entries are undamaged. variable: the environment variable
+    that names another folder."""
     number = f"{len(entries)} entr{'y' if len(entries) == 1 else 'ies'}"
     text = f"{folder}: {number}, {sum(entry.bytes for entry in entries) / 1e6:.1f} MB"
     try:
@@ -213,7 +215,7 @@ def _folder_check(name: str, folder: Path, entries: list[Entry], variable: str) 
 
 
 def check_smoke() -> Check:
-    """One cluster compiled and run against eager: on the GPU, else in the interpreter and as far as SASS."""
+    """Compile a cluster and compare it with eager: on the GPU, else in the interpreter and as far as SASS."""
     import torch
 
     from fusion_compiler.compiler.compiler import Compiler

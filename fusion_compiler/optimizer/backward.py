@@ -1,4 +1,4 @@
-"""Updates within a backward pass: a parameter's as soon as its gradient is there, which is then freed.
+"""Updates within a backward pass: each parameter is updated, and its gradient freed, once that is complete.
 
     backward    ... grad of head  grad of layer 3      grad of layer 2 ...                    end
     updates                         head, layer 3 |      layer 2 ... |                           the rest |
@@ -6,13 +6,13 @@
     nothing left
 
 Gradients are collected until a launch is worth it (`BUCKET_BYTES`), so that at most so much of them is alive,
-and launches are few. A compiled backward hands them on as it makes them (`runtime/gradients.py`). What a
-parameter's last gradient is, autograd knows: it calls the hook once a pass, when all uses of the parameter
-have been differentiated. Whoever reads a parameter later in the pass, by a view that is no use, is autograd's
-own error, as for any write in place.
+and launches are few. A compiled backward hands them on as it computes them (`runtime/gradients.py`). Autograd
+decides which gradient of a parameter is its last: it calls the hook once a pass, when all uses of the
+parameter have been differentiated. If code reads a parameter later in the pass, through a view that is not
+one of these uses, autograd raises its own error, as for any write in place.
 
-Where a gradient was, a `_Spent` stands until `step()`: whoever takes it for one, as a norm over all gradients
-or a GradScaler does, gets an error instead of a norm of nothing.
+A `_Spent` replaces a freed gradient until `step()`: code that uses it as a gradient, such as a norm over all
+gradients or a GradScaler, gets an error instead of a norm of nothing.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ BUCKET_BYTES = 100_000_000  # of gradients that wait for a launch
 
 
 class _Spent(Tensor):
-    """In the place of a gradient that is freed: of its shape, without memory; every use of it is an error."""
+    """A `_Spent` replaces a freed gradient: it has the shape but no memory, and every use of it raises."""
 
-    _refuse: Callable[[bool], NoReturn]  # takes whether another gradient is added to it
+    _refuse: Callable[[bool], NoReturn]  # its argument says whether another gradient is added
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: Any, param: Tensor, refuse: Callable[[bool], NoReturn]) -> _Spent:
-        made = Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)  # type: ignore[attr-defined]
-        made._refuse = refuse
-        return made
+        spent = Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)  # type: ignore[attr-defined]
+        spent._refuse = refuse
+        return spent
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,17 +55,17 @@ class _Spent(Tensor):
 
 
 class _Pass:
-    """One backward pass. Autograd alone holds it, by its callback: it dies with a pass that fails."""
+    """A `_Pass` is a backward pass. Only autograd's callback holds it, so that it dies if the pass fails."""
 
 
 class BackwardUpdates:
-    """Takes the updates of `fused` into backward passes, from now on until `remove()`.
+    """Move the updates of `fused` into backward passes, from now on until `remove()`.
 
-    Between two calls of `step()` each parameter is updated once. A second gradient is an OptimizerStepError
-    in the backward pass, before anything is made of it. After a pass that ended in an error, the next pass or
-    `step()` raises PartialStepError once, which names what was updated and what was not.
+    Between two calls of `step()` each parameter is updated once. A second gradient raises OptimizerStepError
+    in the backward pass, before it is used. After a pass that ended in an error, the next pass or `step()`
+    raises PartialStepError once, which names the parameters that were updated and those that were not.
 
-    chosen: the parameters, by identity, where these are not all; the others are left to `step()`.
+    chosen: the parameters, by identity, if these are not all; the others are left to `step()`.
     """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module, chosen: Container[int] | None = None) -> None:
@@ -75,22 +75,23 @@ class BackwardUpdates:
         self._groups: dict[int, Group] = {}
         self._pending: dict[int, Tensor] = {}
         self._updated: dict[int, Tensor] = {}
-        self._taken: dict[int, object] = {}  # from the middle of a compiled backward, and as they were then
+        self._taken: dict[int, object] = {}  # states of gradients from the middle of a compiled backward
         self._bytes = 0
         self._first_pass = True
-        self._pass: weakref.ref[_Pass] | None = None  # that has not come to its end
+        self._pass: weakref.ref[_Pass] | None = None  # the pass that has not ended
         self._check_alone(model)
         self._hook()
 
     def _hook(self) -> None:
-        """Hooks of all parameters that take gradients and have none yet.
+        """Register hooks on all parameters that require gradients and have no hook yet.
 
-        A parameter keeps its hook where no garbage collection looks: the hook must not keep the parameter.
+        A parameter holds its hook where the garbage collector cannot see it: the hook must not hold this
+        object, which holds the parameter.
         """
-        own = weakref.WeakMethod(self._accumulated)
+        weak_method = weakref.WeakMethod(self._accumulated)
 
         def accumulated(param: Tensor) -> None:
-            if (method := own()) is not None:
+            if (method := weak_method()) is not None:
                 method(param)
 
         for group in self.fused.groups:
@@ -101,7 +102,7 @@ class BackwardUpdates:
                     gradients.take(param, self._takes)
 
     def _check_alone(self, model: nn.Module | None = None) -> None:
-        """Gradients of other processes come later than the hook."""
+        """Refuse gradients that are summed over processes, as the sums come later than the hook."""
         if is_distributed(model):
             self.fused.refuse("its gradients are summed over processes later", 'take when="step", or')
 
@@ -122,7 +123,7 @@ class BackwardUpdates:
     # -- in a backward pass ------------------------------------------------------------------------
 
     def _takes(self, param: Tensor, grad: Tensor) -> bool:
-        """A gradient from the middle of a compiled backward: as if autograd had accumulated it."""
+        """Take a gradient from the middle of a compiled backward as if autograd had accumulated it."""
         if id(param) not in self._hooks or not (param.grad is None or type(param.grad) is _Spent):
             return False
         state = _state_of(grad)
@@ -133,7 +134,7 @@ class BackwardUpdates:
         return True
 
     def _accumulated(self, param: Tensor) -> None:
-        """Autograd is done with a parameter, whether a gradient came or none."""
+        """Handle the end of autograd's work on a parameter, whether it has a gradient or not."""
         taken = self._taken.pop(id(param), None)
         if param.grad is None:
             return
@@ -146,7 +147,7 @@ class BackwardUpdates:
             self._refuse_second(param)
         if self._pass is None:
             self._begin()
-        if id(param) not in self._groups:  # the optimizer has it no more
+        if id(param) not in self._groups:  # it was removed from the optimizer
             return
         assert param.grad is not None
         self._pending[id(param)] = param
@@ -171,17 +172,18 @@ class BackwardUpdates:
         self._pass = None
 
     def _flush(self) -> None:
-        """Updates what is pending, and frees its gradients.
+        """Update the pending parameters and free their gradients.
 
-        Of a class of the user's own, which may count in a group or in itself, the own step is left to `step`.
+        The class's own step is left to `step` for a class of the user's, which may count its steps in a group
+        or in itself.
         """
         params = list(self._pending.values())
         prepared = self.fused.prepare([(self._groups[id(param)], [param]) for param in params])
         left: set[int] = set()
         if self.fused.is_pytorchs:
-            self.fused.take_own_step(prepared.own)
+            self.fused.take_own_step(prepared.eager)
         else:
-            left = set(map(id, prepared.own))
+            left = set(map(id, prepared.eager))
         prepared.run()
         for param in params:
             if id(param) not in left:
@@ -193,35 +195,39 @@ class BackwardUpdates:
     # -- between them ------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """What is left of a step: parameters whose gradients were not made by a backward pass."""
+        """Finish a step: update the parameters whose gradients were not computed by a backward pass."""
         self._check_last_pass()
-        given = [(g, [p for p in g["params"] if type(p.grad) is not _Spent]) for g in self.fused.groups]
-        hooked = [p for _, params in given for p in params if id(p) in self._hooks and p.grad is not None]
+        remaining = [(g, [p for p in g["params"] if type(p.grad) is not _Spent]) for g in self.fused.groups]
+        hooked = [p for _, params in remaining for p in params if id(p) in self._hooks and p.grad is not None]
         for param in hooked:
             if id(param) in self._updated:
                 self._refuse_second(param)
-        self.fused.update(given)
+        self.fused.update(remaining)
         for param in (*hooked, *self._updated.values()):
             param.grad = None
         self._updated.clear()
         self._hook()
 
     def _spent_of(self, param: Tensor) -> _Spent:
-        made = self._spent.get(id(param))
-        if made is None or (made.shape, made.dtype, made.device) != (param.shape, param.dtype, param.device):
-            made = self._spent[id(param)] = _Spent(
+        spent = self._spent.get(id(param))
+        if spent is None or (spent.shape, spent.dtype, spent.device) != (
+            param.shape,
+            param.dtype,
+            param.device,
+        ):
+            spent = self._spent[id(param)] = _Spent(
                 param, functools.partial(self._refuse_use, weakref.ref(param))
             )
-        return made
+        return spent
 
-    def _refuse_use(self, param: weakref.ref[Tensor], added: bool) -> NoReturn:
-        known = param()
-        assert known is not None
+    def _refuse_use(self, reference: weakref.ref[Tensor], added: bool) -> NoReturn:
+        param = reference()
+        assert param is not None
         if added:
             self._check_last_pass()
-            self._refuse_second(known)
+            self._refuse_second(param)
         self.fused.refuse(
-            f"the gradient of {self.fused.name_of(known)} is wanted, and the backward pass has updated the "
+            f"the gradient of {self.fused.name_of(param)} is wanted, and the backward pass has updated the "
             "parameter and freed it",
             'for a norm over all gradients or a GradScaler take when="step" or "forward", or',
         )
@@ -234,7 +240,7 @@ class BackwardUpdates:
         )
 
     def _check_last_pass(self) -> None:
-        """Raises PartialStepError where the last pass ended in an error; after that it is forgotten."""
+        """Raise PartialStepError if the last pass ended in an error; that pass is then forgotten."""
         if self._pass is None or self._pass() is not None:
             return
         params = [p for g in self.fused.groups for p in g["params"] if p.requires_grad]
@@ -252,12 +258,12 @@ class BackwardUpdates:
 
 
 def _state_of(grad: Tensor | None) -> object:
-    """What another gradient that is added changes."""
+    """Return the address and version of a gradient, which change when another gradient is added to it."""
     return None if grad is None else (grad.data_ptr(), grad._version)
 
 
 def is_distributed(model: nn.Module | None) -> bool:
-    """Whether gradients may be reduced over processes after they are accumulated."""
+    """Return True if gradients may be reduced over processes after they are accumulated."""
     wrapped = model is not None and any(
         isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()
     )
@@ -266,11 +272,14 @@ def is_distributed(model: nn.Module | None) -> bool:
 
 
 def scales_losses() -> bool:
-    """Whether a GradScaler has scaled a loss in this process. It is the optimizer's own that counts, which
-    nothing tells before its `step`: by then a backward pass has updated with scaled gradients."""
+    """Return True if a GradScaler has scaled a loss in this process.
 
-    def found() -> bool:
+    Only the optimizer's scaler matters, but nothing identifies it before its `step`, and by then a backward
+    pass has updated with scaled gradients.
+    """
+
+    def any_scaled() -> bool:
         scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
         return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)
 
-    return found() and (gc.collect() >= 0 and found())  # one that nobody has any more does not count
+    return any_scaled() and (gc.collect() >= 0 and any_scaled())  # garbage does not count

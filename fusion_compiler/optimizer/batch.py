@@ -1,4 +1,4 @@
-"""Parameters that one launch updates, step after step: what is the same at each is found out once."""
+"""Parameters that one launch updates, step after step: facts that no step changes are computed once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NO_STATE: dict[str, Any] = {}
 
 
 @dataclass
-class Alike:
-    """Of a batch's parameters those that take the same numbers.
+class NumberSet:
+    """The parameters of one set of a batch take the same numbers.
 
-    shape: of all of them, where the step may look at it. values: of the floats of their groups, by identity.
-    counts: what their counters say.
+    shape: that of all the parameters, where the step may look at it. values: the floats of their groups.
+    counts: the values of their counters. groups: their groups, by identity.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Alike:
     groups: dict[int, Group] = field(default_factory=dict[int, Group])
 
     def has(self, numbers: Mapping[int, Any], kind: Kind) -> bool:
-        """Whether the groups' numbers are one still, of the same structure; takes the new values."""
+        """Return True if the groups' numbers are still equal, of the same structure; store the values."""
         now = [numbers.get(key) for key in self.groups]
         first = now[0]
         if not isinstance(first, Numbers) or any(n is not first and n != first for n in now):
@@ -47,45 +47,46 @@ class Alike:
 
 
 class Batch:
-    """Parameters of one kind whose memory is apart, in sets with numbers of their own.
+    """A batch holds parameters of one kind whose memory is disjoint, in sets that have different numbers.
 
-    aligned: whether every tensor begins at a multiple of 16 bytes. at: which of the parameters that it was
-    chosen from are its members. multi, ways: what updated them last, and by which formula each set.
+    aligned: whether every tensor begins at a multiple of 16 bytes. at: the positions of its members among the
+    parameters that it was chosen from. multi, ways: the MultiTensor that updated them last, and the position
+    of each set's formula there.
 
-    A step looks only at what may have changed. Counters of all members are views of one tensor each, so that
-    one call writes them all and one compares them with what they should say.
+    A step checks only facts that may have changed. The counters of one name are views of one tensor, so that
+    one call writes those of all members and one compares them with the values that they should have.
     """
 
     def __init__(self, kind: Kind, aligned: bool) -> None:
         self.kind, self.aligned = kind, aligned
         self.members: list[tuple[Group, Ready]] = []
         self.at: list[int] = []
-        self.sets: list[Alike] = []
+        self.sets: list[NumberSet] = []
         self.multi: MultiTensor | None = None
         self.ways: tuple[int, ...] = ()
         self._of: dict[Key, int] = {}
         self._set_of: list[int] = []
 
-    def add(self, at: int, group: Group, ready: Ready, alike: Key) -> None:
-        """alike: what `Alike` is made of; one set has all that have the same."""
+    def add(self, at: int, group: Group, ready: Ready, key: Key) -> None:
+        """Add a parameter. key: the first fields of its `NumberSet`; equal keys mean the same set."""
         self.members.append((group, ready))
         self.at.append(at)
-        which = self._of.setdefault(alike, len(self.sets))
+        which = self._of.setdefault(key, len(self.sets))
         if which == len(self.sets):
-            self.sets.append(Alike(*alike))
+            self.sets.append(NumberSet(*key))
         self.sets[which].groups[id(group)] = group
         self._set_of.append(which)
 
     def split(self) -> list[Batch]:
-        """One for each set."""
+        """Return one batch for each set."""
         parts = [Batch(self.kind, self.aligned) for _ in self.sets]
         for at, (group, ready), which in zip(self.at, self.members, self._set_of, strict=True):
-            alike = self.sets[which]
-            parts[which].add(at, group, ready, (alike.shape, alike.values, alike.counts))
+            part = self.sets[which]
+            parts[which].add(at, group, ready, (part.shape, part.values, part.counts))
         return parts
 
     def close(self) -> None:
-        """Called when it has all of its members."""
+        """Compute the facts that stay the same at every step; all members have been added before."""
         ready = [ready for _, ready in self.members]
         self._params = [one.param for one in ready]
         self._states = [list(column) for column in zip(*(one.states for one in ready), strict=True)]
@@ -108,20 +109,20 @@ class Batch:
         self._grads_aligned = is_aligned(map(Tensor.data_ptr, parts))
 
     def has(self, numbers: Mapping[int, Any]) -> bool:
-        """Whether its groups' numbers are as one as they were; takes the new values."""
+        """Return True if the groups of each set still have equal numbers; store the new values."""
         return all(each.has(numbers, self.kind) for each in self.sets)
 
     def values(self) -> list[tuple[float, ...]]:
-        """Of each set: the floats and the counters."""
+        """Return, for each set, the floats and the counters."""
         return [(*each.values, *each.counts) for each in self.sets]
 
     def asked(self) -> list[tuple[Group, Structure]]:
-        """Of each set: a group, and what is traced for it."""
+        """Return, for each set, one of its groups and the structure to trace."""
         structure = self.kind.structure
         return [(next(iter(s.groups.values())), replace(structure, shape=s.shape)) for s in self.sets]
 
     def rows(self, state: Mapping[Tensor, Mapping[str, Any]], grads: Sequence[Any]) -> Rows | None:
-        """The tensors as they are now; None where anything of them has changed but values."""
+        """Return the tensors as they are now, or None if anything but their values has changed."""
         try:
             held = map(state.get, self._params, repeat(NO_STATE))
             if self._addresses_of(held) != self._addresses:
@@ -130,7 +131,7 @@ class Batch:
             if _likeness(parts) != self._like:
                 return None
             addresses = tuple(map(Tensor.data_ptr, parts))
-        except (RuntimeError, TypeError):  # no memory, as of a sparse gradient; no tensor
+        except (RuntimeError, TypeError):  # a gradient without memory (a sparse one), or no tensor
             return None
         if not all(map(torch.equal, self._counts, self._expected)):
             return None
@@ -139,13 +140,13 @@ class Batch:
         columns = [self._params, parts, *self._states]
         if self._sharded:
             columns = [parts if column is parts else list(map(local, column)) for column in columns]
-        if len(self._filled) < len(self._params):  # an empty one has no address
+        if len(self._filled) < len(self._params):  # an empty tensor has no address
             columns = [[column[i] for i in self._filled] for column in columns]
             addresses = tuple(addresses[i] for i in self._filled)
         return Rows(columns, addresses, self._elements, self._sets, self._places, self._tables)
 
     def _parts(self, grads: Sequence[Any]) -> Sequence[Tensor]:
-        """What of the gradients lies on this process. Raises TypeError where one is of another class."""
+        """Return the local parts of the gradients. Raises TypeError if one has another class or placement."""
         if not self._sharded:
             if not set(map(type, grads)).issubset(PLAIN):
                 raise TypeError("gradients of classes of their own")
@@ -155,16 +156,16 @@ class Batch:
         return list(map(local, grads))
 
     def _addresses_of(self, held: Iterable[Mapping[str, Any]]) -> list[int]:
-        """Of parameters and all that they hold, of which a user may replace each, or its memory."""
+        """Return the addresses of parameters and their states; a user may replace any, or its memory."""
         tensors = chain(self._params, chain.from_iterable(map(operator.methodcaller("values"), held)))
         return list(map(Tensor.data_ptr, map(local, tensors) if self._sharded else tensors))
 
     def count(self, counts: Sequence[tuple[float, ...]]) -> None:
-        """Gives the counters of each set their new values."""
+        """Set the counters of each set to their new values."""
         for counters, expected, values in zip(
             self._counts, self._expected, zip(*counts, strict=True), strict=True
         ):
-            if len(values) == 1:  # in a third of the time
+            if len(values) == 1:  # fill_ takes a third of the time
                 expected.fill_(values[0])
             else:
                 expected.copy_(torch.tensor(values, dtype=expected.dtype)[self._index])
@@ -174,15 +175,15 @@ class Batch:
 
 
 def _side_by_side(counters: Sequence[Tensor]) -> Tensor:
-    """One vector that holds tensors of one number, which are views of it from now on."""
-    made = torch.stack(list(counters))
+    """Return a vector of tensors of one number each, and make them views of it."""
+    vector = torch.stack(list(counters))
     for i, counter in enumerate(counters):
-        counter.set_(made.untyped_storage(), i, (), ())  # type: ignore[call-overload]
-    return made
+        counter.set_(vector.untyped_storage(), i, (), ())  # type: ignore[call-overload]
+    return vector
 
 
 def _likeness(grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What of gradients is not their values."""
+    """Return the dtypes and strides of gradients."""
     return [grad.dtype for grad in grads], list(map(Tensor.stride, grads))
 
 
@@ -192,8 +193,9 @@ def is_aligned(places: Iterable[int]) -> bool:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of a batch, prepared: what updates it, the tensors, the kernel's numbers as they were then,
-    the counters' new values, the factor of clipped gradients, and the key of its random numbers."""
+    """An update is one prepared step of a batch. multi: what runs it. rows: the tensors. sets: the kernel's
+    numbers as of the preparation. counts: the counters' new values. factor: that of clipped gradients. seed:
+    the key of the random numbers."""
 
     batch: Batch
     multi: MultiTensor
@@ -209,15 +211,16 @@ class Update:
 
 
 class Assembly:
-    """Parameters sorted into batches, and those that no kernel updates, with their places in the choice.
+    """An assembly sorts parameters into batches, and keeps the parameters that no kernel updates.
 
-    gathered: batches as parameters come. batches: those of them, or parts, that have a kernel.
+    gathered: the batches as they were filled. batches: the batches, or parts of them, that have a kernel.
+    left_over: the parameters that no kernel updates, with their positions and groups.
     """
 
     def __init__(self) -> None:
         self.gathered: list[Batch] = []
         self.batches: list[Batch] = []
-        self.own: list[tuple[int, Group, Tensor]] = []
+        self.left_over: list[tuple[int, Group, Tensor]] = []
         self._open: dict[tuple[Any, ...], Batch] = {}
         self._turns: dict[int, int] = {}
 
@@ -230,7 +233,7 @@ class Assembly:
         shape: tuple[int, ...],
         values: tuple[float, ...],
     ) -> None:
-        """Parameters that begin at one address are in several batches, one after the other."""
+        """Add a parameter to its batch. Those that begin at one address go to different batches, in order."""
         assert ready.param.grad is not None
         tensors = map(local, (ready.param, ready.param.grad, *ready.states))
         places = [tensor.data_ptr() for tensor in tensors]
@@ -245,21 +248,21 @@ class Assembly:
         self._open[key].add(at, group, ready, (shape, values, counts))
 
     def leave(self, batch: Batch) -> None:
-        """No kernel updates these."""
-        self.own += [
+        """Add the members of a batch to `left_over`, as no kernel updates them."""
+        self.left_over += [
             (at, group, ready.param) for at, (group, ready) in zip(batch.at, batch.members, strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """One step of some parameters, with the numbers of when it was prepared; nothing is written yet.
+    """A prepared step of some parameters has the numbers as of its preparation; nothing is written yet.
 
-    own: those that take the class's own step.
+    eager: the parameters that take the class's own step.
     """
 
     updates: Sequence[Update]
-    own: Sequence[Tensor]
+    eager: Sequence[Tensor]
 
     def run(self) -> None:
         for update in self.updates:

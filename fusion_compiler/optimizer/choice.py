@@ -1,11 +1,11 @@
-"""`when="auto"`: each parameter updated within the backward pass, or by `step()`, and why.
+"""`when="auto"`: each parameter is updated within the backward pass or by `step()`, and this module says why.
 
-The first two steps are `step()`'s, and are watched: a gradient that is a sum over passes, or that is written
-between its pass and `step()` (a clipped norm), or whose numbers change there, is wanted whole, and its
-parameter stays with `step()`; all do where a GradScaler is in use or processes sum gradients. Of the others
-the cost model asks what an update in the pass is worth. It saves no traffic, as the gradients of a launch do
-not stay in the L2; it frees them, all but a launch's, and costs the launches. Less than one launch's
-gradients are not worth that.
+The first two steps update in `step()` and are watched. A parameter stays with `step()` if its gradient is a
+sum over passes or is written between its pass and `step()` (a clipped norm), or if its group's numbers change
+in between; all parameters stay if a GradScaler is in use or processes sum gradients. An update of the others
+in the pass saves no traffic, as the gradients of a launch do not stay in the L2. It frees all gradients but
+one launch's, and costs the launches; if all gradients together are less than one launch's, it is not worth
+that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusion_compiler.optimizer.fused import AtStep, FusedOptimizer
 from fusion_compiler.optimizer.ready import numbers_of
 from fusion_compiler.options import When
 
-STEPS = 2  # that are watched: the first is the class's own, which shows no launch
+STEPS = 2  # the steps that are watched; the first is the class's own, which shows no launch
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Choice:
 
 @dataclass
 class _Watched:
-    """A parameter's gradients since the last step: how many, the last one's version, its group's numbers."""
+    """A `_Watched` records a parameter's gradients since the last step. passes: how many there were. version:
+    the last one's. numbers: those of its group then."""
 
     passes: int = 0
     version: int = 0
@@ -43,13 +44,16 @@ class _Watched:
 
 
 class ChosenUpdates:
-    """choices: parameter -> when it is updated, and why; filled when `STEPS` have been watched."""
+    """Choose when each parameter is updated, after `STEPS` watched steps.
+
+    choices: parameter -> when it is updated, and why; empty before that.
+    """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module) -> None:
         self.fused, self.model = fused, model
         self.choices: dict[str, Choice] = {}
         self._objections: dict[int, str] = {}
-        self._bytes: dict[int, int] = {}  # of gradients
+        self._bytes: dict[int, int] = {}  # the size of each gradient
         self._left = STEPS
         self._timing: AtStep | BackwardUpdates = AtStep(fused)
         self._watched: dict[int, _Watched] = {}
@@ -85,7 +89,7 @@ class ChosenUpdates:
 
     def _watch(self, group: Group) -> Any:
         def seen(param: Tensor) -> None:
-            if param.grad is None:  # autograd is done with it, and made none
+            if param.grad is None:  # autograd is done with it and has computed no gradient
                 return
             watched = self._watched.setdefault(id(param), _Watched())
             watched.passes += 1
@@ -106,7 +110,7 @@ class ChosenUpdates:
                 self._choose()
 
     def _objection(self, group: Group, param: Tensor) -> str:
-        """Why a gradient is wanted after its pass; "" where it is not."""
+        """Return the reason why a gradient is needed after its pass, or "" if it is not."""
         grad, watched = param.grad, self._watched.get(id(param))
         assert grad is not None
         self._bytes[id(param)] = grad.nbytes
@@ -129,13 +133,13 @@ class ChosenUpdates:
         free = {key: size for key, size in self._bytes.items() if key not in self._objections}
         total = sum(free.values())
         launches = -(-total // BUCKET_BYTES)
-        whole = "its gradient is summed over processes" if is_distributed(self.model) else ""
-        whole = whole or ("a GradScaler is in use" if scales_losses() else "")
+        reason = "its gradient is summed over processes" if is_distributed(self.model) else ""
+        reason = reason or ("a GradScaler is in use" if scales_losses() else "")
         chosen: set[int] = set()
         for param in (param for _, param in self._params() if param.requires_grad):
             name = self.fused.name_of(param)
-            if whole:
-                choice = Choice("step", whole)
+            if reason:
+                choice = Choice("step", reason)
             elif id(param) not in self._bytes:
                 choice = Choice("step", "it has had no gradient")
             elif id(param) in self._objections:

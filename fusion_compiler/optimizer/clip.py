@@ -16,23 +16,24 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 class Clip:
-    """What the gradients of some parameters are to be multiplied by.
+    """A `Clip` holds the factor by which the gradients of some parameters are to be multiplied.
 
-    norm: of all of them, PyTorch's own. factor: at most one; nothing has waited for its value.
+    norm: the total norm of the gradients, as PyTorch computes it. factor: a tensor of at most 1.0, on which
+    the host has not waited.
     """
 
     def __init__(self, params: Sequence[Tensor], max_norm: float, **options: Any) -> None:
         grads = [param.grad for param in params if param.grad is not None]
         self.norm, self.max_norm = get_total_norm(grads, **options), max_norm
-        whole: Any = self.norm
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole  # of all processes
-        self.factor = (max_norm / (whole + 1e-6)).clamp(max=1.0)
+        total: Any = self.norm
+        total = total.full_tensor() if hasattr(total, "full_tensor") else total  # the norm of all processes
+        self.factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         self._versions = [(weakref.ref(grad), grad._version) for grad in grads]
 
     def is_of(self, params: Sequence[Tensor], refuse: Callable[[Tensor], NoReturn]) -> bool:
-        """Whether they have the gradients of then: all, as they were, or none.
+        """Return True if the parameters have the clipped gradients, unchanged, and False if they have none.
 
-        Calls `refuse` with a parameter whose gradient has been written since, or was not there.
+        Calls `refuse` with a parameter whose gradient has been written since, or did not exist then.
         """
         then = {id(grad): version for ref, version in self._versions if (grad := ref()) is not None}
         if not any(id(param.grad) in then for param in params):
@@ -43,6 +44,6 @@ class Clip:
         return True
 
     def write(self, params: Sequence[Tensor]) -> None:
-        """Multiplies gradients, as PyTorch's function does."""
+        """Multiply the gradients by the factor, as PyTorch's function does."""
         with torch.no_grad():
             clip_grads_with_norm_(list(params), self.max_norm, self.norm)

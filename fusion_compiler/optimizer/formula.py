@@ -1,9 +1,9 @@
-"""An optimizer's own step, read as an element-wise graph of one parameter's update.
+"""The step of an optimizer's class, traced as an element-wise graph of one parameter's update.
 
-Nothing of an optimizer is written here: its class's `step` runs once on FakeTensors, with one parameter, as
+No optimizer's algorithm is written here: its class's `step` runs once on FakeTensors, with one parameter, as
 `torch.optim`'s single-tensor form does for each. Its float hyper-parameters and its counters (`step`) are
-SymFloats there, so that whatever the step computes of them is recorded, and which way it went on their
-account is a guard:
+SymFloats there, so that every computation on them is recorded, and every branch that depends on them becomes
+a guard:
 
     step of AdamW  ->  numbers    s0 = 1 - lr * weight_decay, s1 = 1 - beta1, ...    Python, double precision
                        body       param * s0, lerp(exp_avg, grad, s1), ...           ATen, element-wise
@@ -40,8 +40,8 @@ from fusion_compiler.ir.ops import Kind, spec_of
 
 aten = torch.ops.aten
 PARAM, GRAD = "param", "grad"
-SHAPE = (64,)  # of a parameter of any shape
-# Which of PyTorch's own implementations runs, not what it computes.
+SHAPE = (64,)  # stands for any parameter's shape
+# These choose which of PyTorch's implementations runs, and do not change the result.
 FLAGS = ("foreach", "fused", "capturable", "differentiable")
 OF_PYTORCH = ("_opt_called", "_step_count", "_zero_grad_profile_name", "_step_supports_amp_scaling")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -50,17 +50,17 @@ Path = tuple[Any, ...]  # of a hyper-parameter in its group: ("betas", 0)
 
 
 class Refused(Exception):
-    """An update that no kernel carries out, and why."""
+    """No kernel carries out an update; the message says why."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a formula is traced for, besides the values of numbers.
+    """A structure is all that a formula is specialised to, except the values of numbers.
 
     states: names of the parameter's state tensors, all of its shape. counters: names and dtypes of its state
     tensors of one number. floats: the hyper-parameters that are numbers of any value. constants: the others.
-    dtype: what is computed in. shape, attributes: of the parameter and of the optimizer, where the step may
-    look at them.
+    dtype: the dtype of the computation. shape, attributes: those of the parameter and of the optimizer, where
+    the step may look at them.
     """
 
     states: tuple[str, ...]
@@ -77,20 +77,21 @@ class Structure:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the floats and the counters: "lr", "betas[0]", "step"."""
+        """Return the names of the floats and the counters, such as "lr", "betas[0]" and "step"."""
         floats = (path[0] + "".join(f"[{step}]" for step in path[1:]) for path in self.floats)
         return (*floats, *(name for name, _ in self.counters))
 
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """One parameter's update.
+    """A formula computes one parameter's update.
 
-    body: takes the tensors of the structure and then `numbers` floats, and gives the new values of the
-    tensors `updated` (positions); functional, element-wise, in the structure's dtype. numbers: from the
-    floats of the structure and its counters to (the body's numbers, the counters' new values), in double
-    precision. holds: whether the step goes the same way with such floats and counters. guards: that as text,
-    for people. text: all of it; formulas of parameters of several shapes are one where it is the same.
+    body: takes the tensors of the structure and then its numbers, and returns the new values of the tensors
+    `updated` (positions); functional, element-wise, in the structure's dtype. meanings: the body's numbers as
+    text. numbers: takes the floats of the structure and its counters, and returns (the body's numbers, the
+    counters' new values), in double precision. holds: takes the same, and returns True if the step takes the
+    same branches with them. guards: these conditions as text, for people. text: the whole formula as text;
+    formulas of parameters of several shapes are one if their texts are equal.
     """
 
     structure: Structure
@@ -104,13 +105,13 @@ class Formula:
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Any], Any]:
-    """The step of the optimizer's class, without the hooks that PyTorch puts around it."""
+    """Return the step of the optimizer's class, without the hooks that PyTorch puts around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, Any], ...]:
-    """What an optimizer of a user's own keeps in itself: numbers, flags and names."""
+    """Return the numbers, flags and names that an optimizer of a user's class keeps as attributes."""
     plain = ((n, v) for n, v in optimizer.__dict__.items() if isinstance(v, bool | int | float | str | None))
     return tuple((name, value) for name, value in plain if name not in OF_PYTORCH)
 
@@ -118,13 +119,13 @@ def attributes_of(optimizer: Optimizer) -> tuple[tuple[str, Any], ...]:
 def floats_of(
     group: Mapping[str, Any],
 ) -> tuple[tuple[tuple[Path, float], ...], tuple[tuple[Path, Any], ...]]:
-    """A group's hyper-parameters: (floats, all others), by path. A tensor of one number is its value.
+    """Return a group's hyper-parameters, (floats, all others), by path. A tensor of one number is its value.
 
     Raises Refused for a tensor that is not on the CPU, whose value the host would have to wait for.
     """
     floats: list[tuple[Path, float]] = []
     others: list[tuple[Path, Any]] = []
-    for name, value in sorted(group.items()):  # groups differ in the order of theirs
+    for name, value in sorted(group.items()):  # groups differ in the order of their keys
         if name == "params" or name in FLAGS:
             continue
         for path, leaf in _leaves((name,), value):
@@ -150,9 +151,9 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 def trace(
     optimizer: Optimizer, group: Mapping[str, Any], structure: Structure, values: tuple[float, ...]
 ) -> Formula:
-    """The formula of one parameter in `group`. values: of the floats and then the counters, as they are now.
+    """Trace the formula of one parameter in `group`. values: those of the floats, then the counters, now.
 
-    Raises Refused with the reason where the step is not element-wise, or reads or changes what it may not.
+    Raises Refused with the reason if the step is not element-wise, or reads or changes what it may not.
     """
     env = _RoundingEnv()
     fakes = FakeTensorMode(shape_env=env)
@@ -185,7 +186,7 @@ def trace(
 def _holds(guards: Callable[..., bool], *values: float) -> bool:
     try:
         return guards(*values)
-    except (ArithmeticError, TypeError, ValueError):  # a root of what is negative
+    except (ArithmeticError, TypeError, ValueError):  # for example the root of a negative number
         return False
 
 
@@ -196,14 +197,14 @@ def _symbol(env: ShapeEnv, name: str, value: float) -> Any:
 
 
 def _guard_text(expr: Any, names: Mapping[str, str], rounded: Mapping[Any, Any]) -> str:
-    while made := [s for s in expr.free_symbols if s in rounded]:
-        expr = expr.xreplace({s: rounded[s] for s in made})
+    while rounded_symbols := [s for s in expr.free_symbols if s in rounded]:
+        expr = expr.xreplace({s: rounded[s] for s in rounded_symbols})
     renamed = expr.xreplace({s: sympy.Symbol(names[str(s)]) for s in expr.free_symbols})
     return f"({PythonPrinter().doprint(renamed)})"
 
 
 def _shortened(text: str) -> str:
-    """1.0000000000000000 -> 1.0"""
+    """Drop trailing zeros of decimals: 1.0000000000000000 -> 1.0."""
     return re.sub(r"(\.\d+?)0+\b", r"\1", text)
 
 
@@ -215,8 +216,8 @@ def _function(text: str) -> Callable[..., Any]:
 
 
 def single(value: Any) -> Any:
-    """A number rounded to float32. While a step is traced: a SymFloat of its own, which no algebra sees
-    through, and a call of this function in the graph."""
+    """Round a number to float32. While a step is traced, return a new SymFloat, which no algebra sees
+    through, and record a call of this function in the graph."""
     if isinstance(value, torch.SymFloat):
         return handle_sym_dispatch(single, (value,), {}) if get_proxy_mode() is not None else _fresh(value)
     return ctypes.c_float(value).value
@@ -224,13 +225,13 @@ def single(value: Any) -> Any:
 
 def _fresh(value: torch.SymFloat) -> Any:
     env = value.node.shape_env
-    made = _symbol(env, f"single{len(env.var_to_sources)}", single(value.node.hint))
-    env.rounded[made.node.expr] = value.node.expr
-    return made
+    symbol = _symbol(env, f"single{len(env.var_to_sources)}", single(value.node.hint))
+    env.rounded[symbol.node.expr] = value.node.expr
+    return symbol
 
 
 class _RoundingEnv(ShapeEnv):
-    """rounded: of the symbols of numbers that are rounded to float32, what they are rounded from."""
+    """This ShapeEnv remembers roundings. rounded: symbol of a float32 number -> the unrounded expression."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +239,7 @@ class _RoundingEnv(ShapeEnv):
 
 
 class _Counter:
-    """A state tensor of one number: the step changes it in place, and its value is a SymFloat."""
+    """A `_Counter` replaces a state tensor of one number, which the step changes in place, by a SymFloat."""
 
     def __init__(self, value: Any, dtype: torch.dtype) -> None:
         self.value = value
@@ -280,29 +281,29 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv", "lt", "l
         setattr(_Counter, f"__r{_name}__", _operation(getattr(operator, _name), reflected=True))
 
 
-def _run(optimizer: Optimizer, group: Mapping[str, Any], structure: Structure, *given: Any) -> list[Any]:
-    """The step of a copy of the optimizer that has one parameter; the new values of its counters."""
-    tensors = dict(zip(structure.tensors, given, strict=False))
-    numbers = given[len(tensors) :]
+def _run(optimizer: Optimizer, group: Mapping[str, Any], structure: Structure, *inputs: Any) -> list[Any]:
+    """Run the step of a copy of the optimizer that has one parameter; return its counters' new values."""
+    tensors = dict(zip(structure.tensors, inputs, strict=False))
+    numbers = inputs[len(tensors) :]
     floats, counts = numbers[: len(structure.floats)], numbers[len(structure.floats) :]
     param = tensors[PARAM]
     param.grad = tensors[GRAD]
     counters = {n: _Counter(v, d) for (n, d), v in zip(structure.counters, counts, strict=True)}
     state = {**{name: tensors[name] for name in structure.states}, **counters}
     leaves = dict(structure.constants) | dict(zip(structure.floats, floats, strict=True))
-    own = {n: v if n in FLAGS else _filled((n,), v, leaves) for n, v in group.items() if n != "params"}
-    own |= {flag: False for flag in FLAGS if flag in group}
+    options = {n: v if n in FLAGS else _filled((n,), v, leaves) for n, v in group.items() if n != "params"}
+    options |= {flag: False for flag in FLAGS if flag in group}
     shadow: Any = object.__new__(type(optimizer))
     shadow.__dict__.update(optimizer.__dict__)
     shadow.__dict__.pop("step", None)
     shadow.state = defaultdict(dict, {param: dict(state)})
-    shadow.param_groups = [{**own, "params": [param]}]
+    shadow.param_groups = [{**options, "params": [param]}]
     shadow.defaults = {**optimizer.defaults, **{f: False for f in FLAGS if f in optimizer.defaults}}
     shadow.__dict__.update({name: OrderedDict() for name in HOOKS})
     before = dict(shadow.__dict__)
     with torch.no_grad():
         own_step(optimizer)(shadow)
-    _check_unchanged(shadow, before, own, param, state)
+    _check_unchanged(shadow, before, options, param, state)
     return [counter.value for counter in counters.values()]
 
 
@@ -313,14 +314,18 @@ def _filled(path: Path, value: Any, leaves: Mapping[Path, Any]) -> Any:
 
 
 def _check_unchanged(
-    shadow: Any, before: Mapping[str, Any], own: Mapping[str, Any], param: Tensor, state: Mapping[str, Any]
+    shadow: Any,
+    before: Mapping[str, Any],
+    options: Mapping[str, Any],
+    param: Tensor,
+    state: Mapping[str, Any],
 ) -> None:
-    """Raises Refused where the step leaves behind anything but new values of the tensors."""
+    """Raise Refused if the step leaves behind anything but new values of the tensors."""
     after = shadow.__dict__
     if changed := [n for n in after if n not in before or after[n] is not before[n]]:
         raise Refused(f"its step changes its attribute {changed[0]}")
     (group,) = shadow.param_groups
-    before_it = {**own, "params": group.get("params")}
+    before_it = {**options, "params": group.get("params")}
     if changed := [n for n in {*group, *before_it} if group.get(n) is not before_it.get(n)]:
         raise Refused(f"its step changes {changed[0]} of the parameter's group")
     kept = shadow.state[param]
@@ -336,7 +341,7 @@ def _check_unchanged(
 def _split(
     gm: fx.GraphModule, structure: Structure, fakes: FakeTensorMode
 ) -> tuple[fx.GraphModule, fx.GraphModule, tuple[int, ...], tuple[str, ...]]:
-    """(body, numbers, updated, meanings) of a `Formula`."""
+    """Return (body, numbers, updated, meanings) of a `Formula`."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors, inputs = placeholders[: len(structure.tensors)], placeholders[len(structure.tensors) :]
     written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
@@ -363,7 +368,7 @@ SYMBOLS: dict[Any, str] = {
 
 
 def _meaning(node: Any, named: Mapping[fx.Node, str]) -> str:
-    """A number as text, in the names of hyper-parameters and counters."""
+    """Return a number as text, in the names of hyper-parameters and counters."""
     if not isinstance(node, fx.Node):
         return repr(node)
     if node in named:
@@ -381,14 +386,14 @@ def _meaning(node: Any, named: Mapping[fx.Node, str]) -> str:
 
 
 def _reached(roots: list[Any]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     stack = [root for root in roots if isinstance(root, fx.Node)]
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             stack.extend(node.all_input_nodes)
-    return found
+    return reached
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -412,7 +417,8 @@ def _body(
     structure: Structure,
     fakes: FakeTensorMode,
 ) -> fx.GraphModule:
-    """Its tensors are vectors, whatever the parameter's shape: elements are updated each from itself."""
+    """Return the body of a `Formula`. Its tensors are vectors, whatever the parameter's shape, as the update
+    of each element depends on that element alone."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
 
@@ -430,21 +436,21 @@ def _body(
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
         env[node].meta["val"] = vector(node)
-    made: list[fx.Node] = []
-    for result in results:  # each is an operator's, and of one tensor
+    outputs: list[fx.Node] = []
+    for result in results:  # each output has to be an operator's, and of one tensor alone
         copied = env[result]
-        if copied.op == "placeholder" or copied in made:
+        if copied.op == "placeholder" or copied in outputs:
             copied = graph.call_function(aten.clone.default, (copied,))
             copied.meta["val"] = vector(result)
-        made.append(copied)
-    graph.output(tuple(made))
+        outputs.append(copied)
+    graph.output(tuple(outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _numbers(
     inputs: list[fx.Node], gm: fx.GraphModule, boundary: list[fx.Node], counters: list[Any]
 ) -> fx.GraphModule:
-    """The function of the numbers, of those nodes of the graph that compute with them."""
+    """Return the function that computes the numbers, from the nodes of the graph that they depend on."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(f"n{i}") for i, node in enumerate(inputs)}
     live = _reached([*boundary, *counters])
@@ -455,8 +461,8 @@ def _numbers(
             raise Refused(f"{node.target} makes a number of a tensor's values")
         env[node] = graph.node_copy(node, env.__getitem__)
 
-    def given(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         return env[value] if isinstance(value, fx.Node) else value
 
-    graph.output((tuple(map(given, boundary)), tuple(map(given, counters))))
+    graph.output((tuple(map(copied, boundary)), tuple(map(copied, counters))))
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,15 +1,15 @@
-"""Updates before the next use: `step()` notes what is due, and a parameter is updated when it is next read.
+"""Updates before the next use: `step()` notes due updates, and a parameter is updated when it is next read.
 
     backward    all gradients | clip | step(): due, with the numbers of now | zero_grad()
     next forward                                               embedding, layer 0 | layers 1, 2 | ...
     updates                                                embedding, layer 0     layers 1, 2     ...
 
-Between `step()` and its update a parameter holds its old value, so that whoever reads it has to be noticed.
-Python reads a module's parameters out of its dictionary, which is one here that updates what it hands out (as
-DeepSpeed's ZeRO-3 gathers parameters). What TorchDynamo compiled reads them from C++: there every module's
-pre-forward hook looks whether anything is due, which is a guard of the compiled code. Checkpoints are read
-through the same dictionaries and by the optimizer's own hooks. Whoever holds a parameter itself and reads it
-is not noticed; who writes it is, by its version.
+Between `step()` and its update a parameter holds its old value, so that every read of it has to be noticed.
+Python reads a module's parameters out of its dictionary, which is replaced by one that updates a parameter
+before it returns it (as DeepSpeed's ZeRO-3 gathers parameters). Code that TorchDynamo compiled reads
+parameters from C++: there every module's pre-forward hook checks whether an update is due, which is a guard
+of the compiled code. Checkpoints are read through the same dictionaries and by the optimizer's own hooks.
+Code that holds a parameter itself and reads it is not noticed; code that writes it is, by its version.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fusion_compiler.optimizer.ready import PLAIN
 
 @dataclass(frozen=True, eq=False)
 class _Bucket:
-    """Parameters that are updated together, of which the first that is read decides when.
+    """A bucket holds parameters that are updated together, when the first of them is read.
 
-    params: which, by identity. versions: of all tensors of the updates, when `step` was called.
+    params: the parameters, by identity. versions: those of all tensors of the updates when `step` was called.
     """
 
     params: tuple[int, ...]
@@ -49,9 +49,9 @@ class _Bucket:
 
 
 class ForwardUpdates:
-    """Puts off the updates of `fused` until the model's parameters are read, from now on until `remove()`.
+    """Put off the updates of `fused` until the model's parameters are read, from now on until `remove()`.
 
-    pending: whether any is due.
+    pending: whether any update is due.
     """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module) -> None:
@@ -65,11 +65,11 @@ class ForwardUpdates:
         self._watch()
 
     def lines(self) -> list[str]:
-        """For people: what is due."""
+        """Return text that says how many updates are due."""
         due = count(len(self._due), "parameter") if self._due else "nothing"
         return [f"updated when next read; {due} due now"]
 
-    # -- whoever reads ------------------------------------------------------------------------------
+    # -- reads of parameters ------------------------------------------------------------------------
 
     def _watch(self) -> None:
         for module in self._modules:
@@ -79,12 +79,12 @@ class ForwardUpdates:
         optimizer = self.fused.optimizer
         for hook in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
             self._undo.append(hook(lambda *_: self.finish()).remove)
-        own = type(optimizer).zero_grad
+        original = type(optimizer).zero_grad
 
         def zero_grad(_: Any, set_to_none: bool = True) -> None:
-            if not set_to_none:  # gradients are written, which are wanted still
+            if not set_to_none:  # the call writes gradients that due updates still need
                 self.finish()
-            own(optimizer, set_to_none)
+            original(optimizer, set_to_none)
 
         optimizer.zero_grad = MethodType(zero_grad, optimizer)
         self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
@@ -98,30 +98,30 @@ class ForwardUpdates:
             if isinstance(module._parameters, _Parameters):
                 module.__dict__["_parameters"] = dict(module._parameters)
 
-    # -- what is due --------------------------------------------------------------------------------
+    # -- due updates --------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Prepares the updates of all parameters that have gradients, with the numbers of now.
+        """Prepare the updates of all parameters that have gradients, with the present hyper-parameters.
 
-        Those that no kernel updates, that are no parameters of the model's modules, and DTensors, which FSDP
-        reads by ways of its own, are updated at once.
+        A parameter is updated at once if no kernel updates it, if it belongs to none of the model's modules,
+        or if it is a DTensor, which FSDP reads in other ways.
         """
         self.finish()
-        given = [(g, p) for g in self.fused.groups for p in g["params"] if p.grad is not None]
+        pairs = [(g, p) for g in self.fused.groups for p in g["params"] if p.grad is not None]
         due = sorted(
-            (pair for pair in given if self._is_read(pair[1])), key=lambda pair: self._order[id(pair[1])]
+            (pair for pair in pairs if self._is_read(pair[1])), key=lambda pair: self._order[id(pair[1])]
         )
-        now = [pair for pair in given if not self._is_read(pair[1])]
+        now = [pair for pair in pairs if not self._is_read(pair[1])]
         at_once = self.fused.prepare([(group, [param]) for group, param in now])
-        own = list(at_once.own)
+        eager = list(at_once.eager)
         buckets: list[_Bucket] = []
-        for pairs in _buckets(due):
-            prepared = self.fused.prepare([(group, [param]) for group, param in pairs])
-            own += prepared.own
+        for together in _buckets(due):
+            prepared = self.fused.prepare([(group, [param]) for group, param in together])
+            eager += prepared.eager
             updates = list(prepared.updates)
             params = tuple(id(ready.param) for update in updates for _, ready in update.batch.members)
             buckets.append(_Bucket(params, updates, _versions(updates)))
-        self.fused.take_own_step(own)
+        self.fused.take_own_step(eager)
         at_once.run()
         self._due = {param: bucket for bucket in buckets for param in bucket.params}
         self.pending = bool(self._due)
@@ -130,7 +130,7 @@ class ForwardUpdates:
         return id(param) in self._order and type(param) in PLAIN
 
     def used(self, param: Any) -> Any:
-        """A parameter that is about to be read, updated if that is due."""
+        """Return a parameter that is about to be read, after its update if that is due."""
         if self.pending:
             bucket = self._due.get(id(param))
             if bucket is not None and TracingContext.try_get() is None:  # Dynamo reads it later, if at all
@@ -138,7 +138,7 @@ class ForwardUpdates:
         return param
 
     def finish(self) -> None:
-        """Updates all that are due."""
+        """Run all due updates."""
         if self.pending:
             self._finish()
 
@@ -154,7 +154,7 @@ class ForwardUpdates:
                 try:
                     if not bucket.is_as_it_was():
                         self._refuse_changed(bucket)
-                    while bucket.updates:  # what has been carried out is so once, whatever fails after it
+                    while bucket.updates:  # an update runs once, whatever fails after it
                         bucket.updates[0].run()
                         del bucket.updates[0]
                 finally:
@@ -177,10 +177,10 @@ class ForwardUpdates:
 
 
 class _Parameters(dict[str, Any]):
-    """A module's parameters, each up to date when it is read; iterated over, all of the model's."""
+    """This dictionary of a module's parameters updates each before it is read, or all before an iteration."""
 
-    def __init__(self, given: dict[str, Any], updates: ForwardUpdates) -> None:
-        super().__init__(given)
+    def __init__(self, parameters: dict[str, Any], updates: ForwardUpdates) -> None:
+        super().__init__(parameters)
         self._updates = updates
 
     def __getitem__(self, name: str) -> Any:
@@ -197,9 +197,9 @@ class _Parameters(dict[str, Any]):
         self._updates.finish()
         return super().values()
 
-    def pop(self, *given: Any) -> Any:
+    def pop(self, *args: Any) -> Any:
         self._updates.finish()
-        return super().pop(*given)
+        return super().pop(*args)
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
@@ -214,9 +214,9 @@ class _Parameters(dict[str, Any]):
 
 
 class _Entry:
-    """A module's pre-forward hook: all is up to date before compiled code, which reads parameters unseen.
+    """This pre-forward hook runs due updates before compiled code, whose reads of parameters are not seen.
 
-    `pending` is a guard of what TorchDynamo compiles: where updates are due, its graph breaks for them here.
+    `pending` is a guard of code that TorchDynamo compiles: if updates are due, its graph breaks here.
     A copy of the module has a hook that does nothing.
     """
 
@@ -245,21 +245,21 @@ def _no_entry() -> Callable[..., None]:
 
 
 def _buckets(pairs: Sequence[tuple[Group, Tensor]]) -> Iterable[list[tuple[Group, Tensor]]]:
-    """Runs of parameters with so many bytes of gradients; one run where two lie in the same memory."""
+    """Split parameters into runs of about `BUCKET_BYTES`, or one run if two begin at one address."""
     places = [param.data_ptr() for _, param in pairs if param.numel()]
     one = len(set(places)) < len(places)
-    found: list[tuple[Group, Tensor]] = []
+    bucket: list[tuple[Group, Tensor]] = []
     size = 0
     for pair in pairs:
-        found.append(pair)
+        bucket.append(pair)
         size += pair[1].nbytes
         if size >= BUCKET_BYTES and not one:
-            yield found
-            found, size = [], 0
-    if found:
-        yield found
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
 
 
 def _versions(updates: Iterable[Update]) -> list[list[int]]:
-    """Of each update's tensors."""
+    """Return the versions of each update's tensors."""
     return [[tensor._version for column in update.rows.columns for tensor in column] for update in updates]

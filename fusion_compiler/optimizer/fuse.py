@@ -1,4 +1,4 @@
-"""`fuse_optimizer`, which is all that a user calls."""
+"""`fuse_optimizer`, the only function of this folder that a user calls."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ def fuse_optimizer(
     strict: bool = False,
     rounding: Rounding = "nearest",
 ) -> FusedOptimizer:
-    """Makes `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
+    """Make `optimizer.step()` one launch of a generated kernel for all parameters, whatever their sizes.
 
-    model: names its parameters in what is said of them. Compiled or not.
-    optimizer: any of an element-wise step: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, NAdam, RAdam and
-        Adamax of torch.optim, or a class of the user's own (Lion). It stays the user's: groups, state under
-        torch's names, `state_dict`, `load_state_dict`, hooks and schedulers are what they were, and a
-        checkpoint of either kind goes on as the other. `foreach`, `fused` change nothing.
+    model: its parameters' names appear in messages. Compiled or not.
+    optimizer: any with an element-wise step: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, NAdam, RAdam and
+        Adamax of torch.optim, or a class of the user's (Lion). It stays the user's: groups, state under
+        torch's names, `state_dict`, `load_state_dict`, hooks and schedulers are unchanged, and either kind
+        loads a checkpoint of the other. `foreach` and `fused` have no effect.
     when: "step", or "backward": a parameter is updated as soon as a backward pass has its gradient, which is
-        freed at once; `step()` finishes what is left. For one backward pass a step, with the learning rate
-        that there is then. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
+        freed at once; `step()` updates the rest. This is for one backward pass a step, and takes the learning
+        rate of that moment. Clipping by a norm over all gradients, a GradScaler, sums over several passes and
         gradients of other processes need all gradients before any update: take "step", or "forward": `step()`
-        notes what is due, with the numbers that there are then, and a parameter is updated just before it is
-        next read. What `finish()` is for, docs/optimizer.md says. "auto": two steps are watched, after which
-        each parameter is updated in the backward pass or by `step()`, with the reason in what this prints.
+        notes the due updates with the hyper-parameters of that moment, and a parameter is updated just before
+        it is next read; docs/optimizer.md says when `finish()` is needed. "auto": two steps are watched; then
+        each parameter is updated in the backward pass or by `step()`, and the result prints the reason.
     backend: "auto" (Triton on GPUs, the class's own step for parameters on a CPU), "interpret" (Triton's
         interpreter, on CPU tensors), "eager" (the traced step by ATen's operators, anywhere).
-    strict: raise where a parameter would otherwise take the class's own step.
-    rounding: of parameters in bfloat16: "nearest", or "stochastic": up or down at random, as often as the
-        number lies near to either, so that what is smaller than half a digit is not lost but made now and
-        then. The random numbers are Philox's, of a key that PyTorch's CPU generator gives for each launch.
+    strict: raise an error if a parameter would otherwise take the class's own step.
+    rounding: how parameters in bfloat16 are rounded: "nearest", or "stochastic": up or down at random, with a
+        probability given by the distance to each neighbour, so that updates smaller than half a digit are not
+        lost but happen now and then. The random numbers are Philox's; PyTorch's CPU generator gives the key
+        of each launch.
 
     There is one launch for each combination of dtypes: the learning rate and all else that changes are its
     arguments, or a table where groups differ in them. Tensors of 16 bits are computed with in float32 and
-    rounded once. A parameter's first step is the class's own, as it makes the state.
+    rounded once. A parameter's first step is the class's own, as it creates the state.
 
-    Returns what prints as the kernels and the parameters that none updates, with the reason; its
-    `clip_grad_norm_` clips without writing gradients, its `remove()` undoes it. Raises NotAnOptimizerError,
-    InvalidOptionError, and OptimizerStepError for an optimizer that needs a closure (LBFGS) or is fused
-    already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients that are sparse or
-    complex.
+    Returns an object that prints the kernels, and the parameters that no kernel updates with the reason; its
+    `clip_grad_norm_` clips without writing gradients, its `remove()` undoes the fusion. Raises
+    NotAnOptimizerError, InvalidOptionError, and OptimizerStepError for an optimizer that needs a closure
+    (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients
+    that are sparse or complex.
     """
     _check(optimizer, when, backend)
     if rounding not in get_args(Rounding):
@@ -80,7 +81,7 @@ def fuse_optimizer(
 def fuse_anew(
     model: nn.Module, optimizer: Any, *, when: When, backend: str = "auto", strict: bool = False
 ) -> FusedOptimizer:
-    """`fuse_optimizer` for what may be fused already, which then ends."""
+    """Call `fuse_optimizer` after undoing an earlier fusion of the optimizer, if there is one."""
     _check(optimizer, when, backend)
     if (before := fused_by(optimizer)) is not None:
         before.remove()

@@ -1,8 +1,9 @@
 """`fuse_optimizer`: an optimizer whose step is one launch for all of its parameters.
 
 The optimizer stays torch.optim's own: its groups, its state under its names, its checkpoints and its
-schedulers. A parameter's first step is the class's own as well, which makes its state; what it does from then
-on is read from it (`formula.py`). Whatever no kernel can update takes the class's own step, with the reason.
+schedulers. A parameter's first step is the class's own as well, as it creates the state; the later steps are
+kernels of the formula that is traced from the class's step (`formula.py`). A parameter that no kernel can
+update takes the class's own step, and the reason is kept.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from fusion_compiler.optimizer.ready import Kind, Numbers, Ready, numbers_of, re
 from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.launch import find_gpu
 
-MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all of them, or those of a pass's launches
-PART_BYTES = 1 << 24  # of parameters that take their first step together
-REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer
+MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all parameters, or those of a pass's launches
+PART_BYTES = 1 << 24  # the size of parameters that take their first step together
+REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer that are replaced
 
 Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
 
 
 class Timing(Protocol):
-    """When parameters are updated. step: what is done when the optimizer's is called. finish: what was put
-    off. lines: all of that for people."""
+    """A timing decides when parameters are updated. step: runs when the optimizer's `step` is called. finish:
+    runs the updates that were put off. lines: describes the timing for people."""
 
     def step(self) -> None: ...
     def finish(self) -> None: ...
@@ -48,7 +49,7 @@ class Timing(Protocol):
 
 
 class AtStep:
-    """All of them when `step` is called, as PyTorch does."""
+    """Update all parameters when `step` is called, as PyTorch does."""
 
     def __init__(self, fused: FusedOptimizer) -> None:
         self.fused = fused
@@ -67,11 +68,11 @@ class AtStep:
 
 
 class FusedOptimizer:
-    """What became of an optimizer: prints as its kernels, and which parameters take the class's own step, and
-    why.
+    """A fused optimizer prints its kernels, and the parameters that take the class's own step, with the
+    reason.
 
-    optimizer: the user's. names: of the parameters, by identity. own: parameter -> why its last step was the
-    class's own. kernels: those made so far.
+    optimizer: the user's. names: the parameters' names, by identity. own: parameter -> why its last step was
+    the class's own. kernels: those generated so far.
     """
 
     def __init__(
@@ -94,32 +95,33 @@ class FusedOptimizer:
         self._assemblies: dict[tuple[int, ...], Assembly] = {}
         self._kinds: dict[Kind, Kind] = {}
         self._numbers: dict[int, tuple[list[str], list[Any], Numbers | Refused]] = {}
-        self.clip: Clip | None = None  # of the gradients that there are, until they are taken by a step
-        self._clipping: Clip | None = None  # of the step that is made
+        self.clip: Clip | None = None  # of the present gradients, until a step uses them
+        self._clipping: Clip | None = None  # of the step that is running
 
-    # -- what is asked of it -----------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(multi.kernel for multi in self._kernels.made.values() if multi.kernel is not None)
+        return tuple(multi.kernel for multi in self._kernels.launchers.values() if multi.kernel is not None)
 
     def __str__(self) -> str:
         kind = type(self.optimizer).__name__
         updated = count(len(self._updated), "parameter")
-        lines = [f"{kind}: {count(len(self._kernels.made), 'kernel')} for {updated}"]
-        lines += [f"  {multi}" for multi in self._kernels.made.values()]
+        lines = [f"{kind}: {count(len(self._kernels.launchers), 'kernel')} for {updated}"]
+        lines += [f"  {multi}" for multi in self._kernels.launchers.values()]
         lines += [f"  {line}" for line in self.timing.lines()]
         lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
         return "\n".join(lines)
 
     @property
     def groups(self) -> list[Group]:
-        """The optimizer's, which are others after each `load_state_dict`."""
+        """Return the optimizer's groups, which `load_state_dict` replaces by new ones."""
         return self.optimizer.param_groups
 
     @property
     def is_pytorchs(self) -> bool:
-        """Whether the step is one of torch.optim's: each parameter's by itself, whatever its shape."""
+        """Return True if the step is one of torch.optim's, which treat each parameter by itself, whatever its
+        shape."""
         return type(self.optimizer).__module__.startswith("torch.optim.")
 
     def name_of(self, param: Tensor) -> str:
@@ -128,8 +130,8 @@ class FusedOptimizer:
     # -- in the place of the optimizer's step ------------------------------------------------------
 
     def install(self) -> None:
-        """Takes the place of the optimizer's `step`, within the hooks and the scheduler's count around it."""
-        optimizer, own = self.optimizer, self.optimizer.__dict__
+        """Replace the optimizer's `step`, within the hooks and the scheduler's count around it."""
+        optimizer, attributes = self.optimizer, self.optimizer.__dict__
         needed = inspect.signature(own_step(optimizer)).parameters.get("closure")
         if needed is not None and needed.default is inspect.Parameter.empty:
             self.refuse("it needs a closure", "train it without fuse_optimizer:")
@@ -139,10 +141,11 @@ class FusedOptimizer:
         hooked.fused_by = self
         if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             hooked._wrapped_by_lr_sched = True
-        self._before = {name: own[name] for name in REPLACED if name in own}
+        self._before = {name: attributes[name] for name in REPLACED if name in attributes}
         optimizer.step = MethodType(hooked, optimizer)
         self._loading = optimizer.register_load_state_dict_pre_hook(lambda *_: self._forget())
-        own["_step_supports_amp_scaling"] = False  # a GradScaler then unscales gradients before the step
+        # A GradScaler then unscales gradients before the step.
+        attributes["_step_supports_amp_scaling"] = False
 
     def clip_grad_norm_(
         self,
@@ -151,16 +154,16 @@ class FusedOptimizer:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` for all gradients of the optimizer, which are not written: the
-        next `step()` takes them times the factor, in the precision that it computes in.
+        """Clip all gradients of the optimizer, as `torch.nn.utils.clip_grad_norm_` does, without writing
+        them: the next `step()` multiplies them by the factor, in the precision that it computes in.
 
-        Returns the norm before. Until `step()` gradients are what they were; one that is written in between
-        makes `step()` an OptimizerStepError, and gradients that are dropped take the factor with them. Where
-        a parameter takes the class's own step, its gradient is written then. Raises RuntimeError for a norm
-        that is not finite where `error_if_nonfinite`, and OptimizerStepError where a backward pass has
+        Returns the norm before clipping. Until `step()` gradients keep their values; if one is written in
+        between, `step()` raises OptimizerStepError, and if gradients are dropped, the factor is dropped with
+        them. If a parameter takes the class's own step, its gradient is written then. Raises RuntimeError for
+        a norm that is not finite if `error_if_nonfinite`, and OptimizerStepError if a backward pass has
         updated already.
         """
-        if (before := self._clip_of_now()) is not None:  # the second norm is of what is clipped
+        if (before := self._clip_of_now()) is not None:  # the second norm is that of clipped gradients
             before.write(self._params())
         options: dict[str, Any] = {"norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         with torch.no_grad():
@@ -168,12 +171,12 @@ class FusedOptimizer:
         return self.clip.norm
 
     def finish(self) -> None:
-        """Carries out the updates that `when="forward"` put off, before a parameter or a state that is held
-        elsewhere is read or written."""
+        """Run the updates that `when="forward"` put off. Call this before reading or writing a parameter or a
+        state that is held outside of the model."""
         self.timing.finish()
 
     def remove(self) -> None:
-        """Gives the optimizer its own step back."""
+        """Give the optimizer its own step back."""
         self.timing.remove()
         self._loading.remove()
         for name in REPLACED:
@@ -181,7 +184,7 @@ class FusedOptimizer:
         self.optimizer.__dict__.update(self._before)
 
     def _forget(self) -> None:
-        """Lets go of groups and states that others take the place of."""
+        """Drop what is remembered of groups and states that are about to be replaced."""
         self._assemblies.clear()
         self._numbers.clear()
 
@@ -190,7 +193,7 @@ class FusedOptimizer:
             self.refuse(
                 "a closure is given, which computes gradients again", "call loss.backward() before step(), or"
             )
-        optimizer._opt_called = True  # which learning-rate schedulers ask for
+        optimizer._opt_called = True  # learning-rate schedulers check this
         self._clipping = self._clip_of_now()
         try:
             self.timing.step()
@@ -199,7 +202,7 @@ class FusedOptimizer:
             self._clipping = None
 
     def _clip_of_now(self) -> Clip | None:
-        """What `clip_grad_norm_` was called for, unless its gradients are gone."""
+        """Return the `Clip` of the last call of `clip_grad_norm_`, or None if its gradients are gone."""
         if self.clip is not None and self.clip.is_of(self._params(), self._refuse_written):
             return self.clip
         self.clip = None
@@ -219,18 +222,18 @@ class FusedOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     def update(self, chosen: Chosen) -> None:
-        """One step of those of some groups' parameters that have gradients.
+        """Update the chosen parameters that have gradients.
 
         Everything is prepared before anything is written. Raises OptimizerStepError for gradients that are
         sparse or complex, before anything is written.
         """
         prepared = self.prepare(chosen)
-        self.take_own_step(prepared.own)
+        self.take_own_step(prepared.eager)
         prepared.run()
 
     @torch.no_grad()
     def prepare(self, chosen: Chosen) -> Prepared:
-        """What `update` is about to do; raises as it does."""
+        """Prepare what `update` then runs; raise what it raises."""
         params = list(chain.from_iterable([params for _, params in chosen]))
         grads: list[Any] = [param.grad for param in params]
         if type(None) in map(type, grads):
@@ -241,24 +244,24 @@ class FusedOptimizer:
         numbers = {key: self._numbers_of(group) for key, group in groups.items()}
         key = (*chain.from_iterable([(id(g), len(p)) for g, p in chosen]), *map(id, params))
         assembly = self._assemblies.pop(key, None)
-        updates = None if assembly is None else self._again(assembly, numbers, grads)
+        updates = None if assembly is None else self._next_updates(assembly, numbers, grads)
         if assembly is None or updates is None:
             each = [(at, g, p) for at, (g, p) in enumerate((g, p) for g, ps in chosen for p in ps)]
-            assembly, updates, begun = self._anew(each, numbers, grads)
-            own = assembly.own
-        else:
-            now, more, begun = self._anew(assembly.own, numbers, grads)  # its reason may be over
-            updates, own = updates + more, now.own
-        if begun and len(own) == len(assembly.own):
+            assembly, updates, begun = self._assembled(each, numbers, grads)
+            left_over = assembly.left_over
+        else:  # the reason why no kernel updates a parameter may have gone
+            now, more, begun = self._assembled(assembly.left_over, numbers, grads)
+            updates, left_over = updates + more, now.left_over
+        if begun and len(left_over) == len(assembly.left_over):
             self._assemblies[key] = assembly
             if len(self._assemblies) > MOST_ASSEMBLIES:
                 del self._assemblies[next(iter(self._assemblies))]
-        return Prepared(updates, [param for _, _, param in own])
+        return Prepared(updates, [param for _, _, param in left_over])
 
-    def _again(
+    def _next_updates(
         self, assembly: Assembly, numbers: Mapping[int, Numbers | Refused], grads: Sequence[Tensor]
     ) -> list[Update] | None:
-        """The next step of what is assembled; None where anything has changed but values."""
+        """Return the next step of an assembly, or None if anything but values has changed."""
         attributes = () if self.is_pytorchs else attributes_of(self.optimizer)
         updates: list[Update] = []
         for batch in assembly.batches:
@@ -270,13 +273,14 @@ class FusedOptimizer:
                 return None
         return updates
 
-    def _anew(
+    def _assembled(
         self,
         each: Sequence[tuple[int, Group, Tensor]],
         numbers: Mapping[int, Numbers | Refused],
         grads: Sequence[Tensor],
     ) -> tuple[Assembly, list[Update], bool]:
-        """(batches, their next step, whether all have taken a step before) of parameters, each looked at."""
+        """Return (the assembly of parameters, its next step, whether all have taken a step before), from a
+        look at each parameter."""
         for _, _, param in each:
             self._check(param)
         assembly, begun = Assembly(), True
@@ -288,25 +292,25 @@ class FusedOptimizer:
                 shape = SHAPE if self.is_pytorchs else tuple(param.shape)
                 assembly.add(at, group, *self._ready(param, now), shape, now.values)
             except _First:
-                assembly.own.append((at, group, param))
+                assembly.left_over.append((at, group, param))
                 begun = False
             except Refused as error:
                 self._fall_back(param, error)
-                assembly.own.append((at, group, param))
+                assembly.left_over.append((at, group, param))
         updates: list[Update] = []
         for batch in assembly.gathered:
-            updates += self._settled(batch, assembly, grads)
+            updates += self._first_updates(batch, assembly, grads)
         return assembly, updates, begun
 
-    def _settled(self, batch: Batch, assembly: Assembly, grads: Sequence[Tensor]) -> list[Update]:
-        """The first step of a batch, or of its sets one by one where no kernel takes all of them."""
+    def _first_updates(self, batch: Batch, assembly: Assembly, grads: Sequence[Tensor]) -> list[Update]:
+        """Return the first step of a batch, or of its sets one by one if no kernel takes all of them."""
         params = [ready.param for _, ready in batch.members]
         batch.close()
         try:
             update = self._next(batch, grads)
         except (Refused, FusionError) as error:
             if len(batch.sets) > 1:
-                return [u for part in batch.split() for u in self._settled(part, assembly, grads)]
+                return [u for part in batch.split() for u in self._first_updates(part, assembly, grads)]
             for param in params:
                 self._fall_back(param, error)
             assembly.leave(batch)
@@ -318,7 +322,10 @@ class FusedOptimizer:
         return [update]
 
     def _next(self, batch: Batch, grads: Sequence[Tensor]) -> Update:
-        """Raises Refused where anything has changed but values, and what `Kernels.find` does."""
+        """Return the next step of a batch.
+
+        Raises Refused if anything but values has changed, and what `Kernels.find` raises.
+        """
         rows = batch.rows(self.optimizer.state, [grads[at] for at in batch.at])
         if rows is None:
             raise Refused("it has changed since it was looked at")
@@ -332,18 +339,18 @@ class FusedOptimizer:
         ):
             multi, batch.ways = self._kernels.find(batch, values, factor is not None)
             batch.multi = multi
-        # Of the generator that torch.manual_seed seeds.
+        # The seed comes from the generator that torch.manual_seed seeds.
         seed = int(torch.empty((), dtype=torch.int64).random_()) if multi.variant.stochastic else 0
-        made = [multi.formulas[way].numbers(*v) for way, v in zip(batch.ways, values, strict=True)]
-        given = [(way, numbers) for way, (numbers, _) in zip(batch.ways, made, strict=True)]
-        return Update(batch, multi, rows, given, [counts for _, counts in made], factor, seed)
+        pairs = [multi.formulas[way].numbers(*v) for way, v in zip(batch.ways, values, strict=True)]
+        sets = [(way, numbers) for way, (numbers, _) in zip(batch.ways, pairs, strict=True)]
+        return Update(batch, multi, rows, sets, [counts for _, counts in pairs], factor, seed)
 
     def _numbers_of(self, group: Group) -> Numbers | Refused:
-        """Found once for the same objects, where these cannot change."""
+        """Return a group's hyper-parameters, computed once for the same objects if these cannot change."""
         names, values = list(group), list(group.values())
-        known = self._numbers.get(id(group))
-        if known and known[0] == names and all(map(operator.is_, known[1], values)):
-            return known[2]
+        cached = self._numbers.get(id(group))
+        if cached and cached[0] == names and all(map(operator.is_, cached[1], values)):
+            return cached[2]
         numbers = numbers_of(group)
         if all(name == "params" or _is_fixed(value) for name, value in group.items()):
             self._numbers[id(group)] = names, values, numbers
@@ -364,20 +371,25 @@ class FusedOptimizer:
         raise OptimizerStepError(optimizer=kind, detail=detail, todo=f"{todo} leave this optimizer as it is")
 
     def _fall_back(self, param: Tensor, error: Exception) -> None:
-        """A parameter takes the class's own step from now on, which is said once for each reason."""
+        """Let a parameter take the class's own step from now on, and warn once for each reason."""
         kind, reason = type(self.optimizer).__name__, str(error)
         name = self.name_of(param)
         self._updated.discard(id(param))
         if self.own.get(name) == reason:
             return
         self.own[name] = reason
-        told = OptimizerStepError(optimizer=kind, detail=f"{name}: {reason}", todo="leave it, or change that")
+        failure = OptimizerStepError(
+            optimizer=kind, detail=f"{name}: {reason}", todo="leave it, or change that"
+        )
         if self.strict:
-            raise told from error
-        self._warned.warn(reason, f"{told}\n  it takes {kind}'s own step")
+            raise failure from error
+        self._warned.warn(reason, f"{failure}\n  it takes {kind}'s own step")
 
     def _ready(self, param: Tensor, numbers: Numbers) -> tuple[Ready, Kind]:
-        """Raises _First where the step is the parameter's first, and Refused where no kernel updates it."""
+        """Return a parameter that a kernel can update, and its kind.
+
+        Raises _First if the step is the parameter's first, and Refused if no kernel updates it.
+        """
         state = self.optimizer.state.get(param, NO_STATE)
         if state:
             self._without_state.discard(id(param))
@@ -385,14 +397,14 @@ class FusedOptimizer:
             raise _First
         self._kernels.backend_for(param.device)
         ready, kind = ready_of(param, state, numbers)
-        if not self.is_pytorchs:  # another's may look at these
+        if not self.is_pytorchs:  # a step of another class may look at these
             attributes = attributes_of(self.optimizer)
             kind = replace(kind, structure=replace(kind.structure, attributes=attributes))
         return ready, self._kinds.setdefault(kind, kind)
 
     @torch.no_grad()
     def take_own_step(self, params: Sequence[Tensor]) -> None:
-        """Take the class's own step for some parameters, a few at a time where it makes their state: foreach
+        """Take the class's own step for some parameters, a few at a time if it creates their state: foreach
         implementations allocate as much again as all parameters that they are given."""
         if params and self._clipping is not None:
             self._clipping.write(params)
@@ -411,7 +423,7 @@ class FusedOptimizer:
         try:
             for group in self.groups:
                 group["params"] = [p for p in group["params"] if id(p) in chosen]
-                if group.get("fused"):  # whose counters are on the device; None: foreach where that is usual
+                if group.get("fused"):  # its counters are on the device; None lets PyTorch choose foreach
                     group["fused"] = None
             own_step(self.optimizer)(self.optimizer)
             self._without_state |= {id(param) for param in params if not self.optimizer.state.get(param)}
@@ -437,16 +449,16 @@ def parts_of(params: Sequence[Tensor], size: int) -> list[list[Tensor]]:
 
 
 def fused_by(optimizer: Optimizer) -> FusedOptimizer | None:
-    """What an optimizer is fused by at present."""
+    """Return the FusedOptimizer that an optimizer is fused by at present, or None."""
     return getattr(optimizer.step, "fused_by", None)
 
 
 class _First(Exception):
-    """A parameter's first step."""
+    """The step is a parameter's first."""
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether an object has one value for good."""
+    """Return True if an object can never change its value."""
     if isinstance(value, tuple):
         return all(map(_is_fixed, value))
     return isinstance(value, bool | int | float | str | None)

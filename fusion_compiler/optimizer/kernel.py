@@ -1,18 +1,18 @@
 """The kernel of some formulas, over any number of parameters of any sizes.
 
-A program takes one block of one parameter. Where that lies is in two tables: `blocks`, of which block of
-which parameter, and `places`, of the addresses of each parameter's tensors, its number of elements, which set
-of numbers it takes, and which of the formulas, as of groups with and without weight decay:
+A program updates one block of one parameter. Two tables say where that is: `blocks` holds the parameter and
+the block of each program, and `places` holds the addresses of each parameter's tensors, its number of
+elements, its set of numbers, and its formula (groups with and without weight decay differ in that):
 
     blocks[program] = (parameter, block)      int32
     places[parameter] = (address of each tensor, elements, set, formula)      int64
 
-One set's numbers are arguments. Those of several, as of groups with learning rates of their own, are a third
-table, numbers[set], in float32 or float64.
+The numbers of a single set are arguments. The numbers of several sets, for example of groups with different
+learning rates, are a third table, numbers[set], in float32 or float64.
 
-Whole blocks go one way, without masks, and what is left at a parameter's end another. Both are the same tile
-program, printed twice: a mask's bound would hide that addresses are multiples of 16 bytes, and nothing would
-be moved in words of 16.
+Whole blocks run a function without masks, and the rest at a parameter's end another function. Both are the
+same tile program, printed twice: a mask's bound would hide that addresses are multiples of 16 bytes, and no
+access would move words of 16 bytes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from fusion_compiler.schedule.placement import At, Place, Placement
 BLOCK, WARPS = 1024, 4  # measured: .99 of the copy bandwidth over one flat tensor (AdamW in bfloat16, H200)
 COUNT, FACTOR = "count", "factor"
 PLACES, BLOCKS, NUMBERS = Name("places_ptr"), Name("blocks_ptr"), Name("numbers_ptr")
-# What stochastic rounding adds to the arguments of a block's program: the key of this step, which parameter
-# it is, and which of its elements is the block's first.
+# Stochastic rounding adds these arguments to a block's program: the key of this step, the parameter's
+# position, and the position of the block's first element in the parameter.
 RANDOM = ("seed", "parameter", "first")
 
 
@@ -64,25 +64,28 @@ class Variant:
 
 @dataclass(frozen=True)
 class _Body:
-    """A formula's two functions, of whole blocks and of what is left. tensors: their names there. used: those
-    that it touches. numbers: their names, in order, and what they are. given: what the functions take."""
+    """A `_Body` holds a formula's two functions, for whole blocks and for the rest.
+
+    tensors: names of the tensors. used: the tensors that it touches. numbers: names of the numbers, in order,
+    with their meanings. parameters: those of the functions.
+    """
 
     name: str
     tensors: tuple[str, ...]
     used: tuple[str, ...]
     numbers: Mapping[str, str]
-    given: tuple[Name, ...]
+    parameters: tuple[Name, ...]
     functions: tuple[Function, Function]
 
 
 def kernel_of(
     formulas: Sequence[Formula], dtypes: Sequence[torch.dtype], name: str, variant: Variant
 ) -> Kernel:
-    """The kernel of formulas of one structure, for tensors of some dtypes in the order of its `tensors`.
+    """Return the kernel of formulas of one structure. dtypes: those of the structure's `tensors`, in order.
 
-    Its arguments are the tables, of a single set the formula's numbers, the address of the gradients' factor
-    and the key of random numbers; its grid is the caller's, one program for each row of `blocks`. Raises
-    Refused where a dtype has no kernel.
+    Its arguments are the tables, the formula's numbers if there is a single set, the address of the
+    gradients' factor and the key of random numbers; the caller chooses its grid, one program for each row of
+    `blocks`. Raises Refused if a dtype has no kernel.
     """
     if unknown := [d for d in dtypes if d not in DTYPES]:
         raise Refused(f"no kernel holds {unknown[0]}")
@@ -125,22 +128,22 @@ def _body(formula: Formula, dtypes: Sequence[torch.dtype], name: str, variant: V
     used = tuple(tensor for tensor in tensors if tensor in touched)
     factor = (FACTOR,) if variant.clipped else ()
     random = RANDOM if variant.stochastic else ()
-    given = tuple(map(Name, (*(f"{tensor}_ptr" for tensor in used), *numbers, *factor, *random)))
+    parameters = tuple(map(Name, (*(f"{tensor}_ptr" for tensor in used), *numbers, *factor, *random)))
     clipped = tensors[formula.structure.tensors.index(GRAD)] if variant.clipped else None
     rounded = dag.outputs[formula.updated.index(0)] if variant.stochastic else None
     block, rest = (
         _program(loops, pointers, held, numbers, masked, clipped, rounded) for masked in (False, True)
     )
     functions = (
-        Function(f"{name}_block", given, block),
-        Function(f"{name}_rest", (*given, Name(COUNT)), rest),
+        Function(f"{name}_block", parameters, block),
+        Function(f"{name}_rest", (*parameters, Name(COUNT)), rest),
     )
     meanings = dict(zip(numbers, formula.meanings, strict=True))
-    return _Body(name, tuple(tensors), used, meanings, given, functions)
+    return _Body(name, tuple(tensors), used, meanings, parameters, functions)
 
 
 def _loops(dag: OpDag) -> LoopNest:
-    """The nest of a formula's body, over the columns of one block."""
+    """Return the loop nest of a formula's body, over the columns of one block."""
     ops = tuple(name for name in dag.order if name not in dag.inputs)
     try:
         loops = simplify(lower(dag, ops, dag.outputs))
@@ -166,8 +169,8 @@ def _program(
     clipped: str | None,
     rounded: str | None,
 ) -> list[Statement]:
-    """The tile program of a block, masked where it may end within. clipped: what is multiplied by the factor.
-    rounded: what is rounded at random."""
+    """Return the tile program of a block. masked: the parameter may end within the block. clipped: the buffer
+    that is multiplied by the factor. rounded: the buffer that is rounded at random."""
     emitter = _BlockEmitter(loops, pointers, dtypes, masked)
     tiles = emitter.scopes[0].tiles
     for i, node in enumerate(loops.nodes):
@@ -189,14 +192,14 @@ def _program(
 
 
 class _BlockEmitter(RowEmitter):
-    """Emits the program of one block. masked: elements from COUNT on do not exist."""
+    """Emit the program of one block. masked: elements from COUNT on do not exist."""
 
     def __init__(
         self, loops: LoopNest, pointers: Mapping[str, Name], dtypes: Mapping[str, torch.dtype], masked: bool
     ) -> None:
         placement = Placement((At(loops.axes[0].name, Place.LANES),), WARPS)
         super().__init__(PlacedNest(Analysis(loops), placement, pointers, dtypes))
-        self.masked_end, self.fp16 = masked, frozenset()  # what is trained by it adds up over many steps
+        self.masked_end, self.fp16 = masked, frozenset()  # no fp16: errors of updates add up over many steps
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         col, _ = self.coordinate(0)
@@ -221,10 +224,10 @@ def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Vari
     """Return the statements that find a program's block and call the function of its formula."""
     tensors = bodies[0].tensors
     width = len(tensors) + 3
-    found: list[Statement] = []
+    statements: list[Statement] = []
 
     def let(name: str, value: Expression) -> Name:
-        found.append(Assign((Name(name),), value))
+        statements.append(Assign((Name(name),), value))
         return Name(name)
 
     program = let("program", tl.program_id(0))
@@ -244,11 +247,11 @@ def _entry(dtypes: Sequence[torch.dtype], bodies: Sequence[_Body], variant: Vari
     if variant.clipped:
         let(FACTOR, tl.load(Name(f"{FACTOR}_ptr")))
     if len(bodies) == 1:
-        return [*found, _call(bodies[0], count)]
+        return [*statements, _call(bodies[0], count)]
     formula = let("formula", tl.load(place + (width - 1)))
-    return [*found, *(If(formula.eq(i), [_call(body, count)]) for i, body in enumerate(bodies))]
+    return [*statements, *(If(formula.eq(i), [_call(body, count)]) for i, body in enumerate(bodies))]
 
 
 def _call(body: _Body, count: Name) -> If:
     block, rest = (Global(function.name) for function in body.functions)
-    return If(count >= BLOCK, [Do(block(*body.given))], [Do(rest(*body.given, count))])
+    return If(count >= BLOCK, [Do(block(*body.parameters))], [Do(rest(*body.parameters, count))])

@@ -1,4 +1,4 @@
-"""The kernels of one optimizer: for the ways that its step goes, and for each combination of dtypes."""
+"""The kernels of one optimizer, for the branches that its step takes and for each combination of dtypes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from fusion_compiler.optimizer.launch import Backend, MultiTensor
 from fusion_compiler.runtime.binding import Gpu
 
 Values = tuple[float, ...]
-MOST_FORMULAS = 8  # ways that one structure's step may go; more are a number that the step made its own
+MOST_FORMULAS = 8  # of one structure; a step with more branches has fixed a number in each formula
 
 
 class Kernels:
-    """find(...) gives what updates parameters of a kind, traced and compiled when it is first needed."""
+    """Find the kernels that update parameters, traced and compiled when they are first needed.
+
+    launchers: the MultiTensors built so far.
+    """
 
     def __init__(
         self,
@@ -31,16 +34,16 @@ class Kernels:
         gpus: Callable[[torch.device | None], Gpu],
     ) -> None:
         self.optimizer, self.backend, self.rounding = optimizer, backend, rounding
-        self.made: dict[tuple[Any, ...], MultiTensor] = {}
+        self.launchers: dict[tuple[Any, ...], MultiTensor] = {}
         self._gpus = gpus
         self._formulas: dict[Structure, list[Formula]] = {}
-        self._order: dict[Formula, int] = {}  # in which they were found
+        self._order: dict[Formula, int] = {}  # in which they were traced
         self._refused: dict[Structure, str] = {}
         self._alike: dict[tuple[Structure, str], Formula] = {}
         self._failed: dict[tuple[Any, ...], Exception] = {}
 
     def backend_for(self, device: torch.device) -> Backend:
-        """What updates parameters on a device. Raises Refused where nothing but the class's own step does."""
+        """Return the backend for a device. Raises Refused if only the class's own step runs there."""
         if self.backend != "auto":
             return cast(Backend, self.backend)
         if device.type != "cuda":
@@ -52,9 +55,9 @@ class Kernels:
     def find(
         self, batch: Batch, values: Sequence[Values], clipped: bool
     ) -> tuple[MultiTensor, tuple[int, ...]]:
-        """(what updates a batch, which of its formulas goes with each set).
+        """Return (the MultiTensor that updates a batch, the position of each set's formula in it).
 
-        values: of each set's floats and counters. Raises Refused or KernelError where there is no kernel.
+        values: those of each set's floats and counters. Raises Refused or KernelError if there is no kernel.
         """
         kind = batch.kind
         backend = self.backend_for(kind.device)
@@ -70,35 +73,35 @@ class Kernels:
         key = (distinct, kind.dtypes, kind.device, variant)
         if key in self._failed:
             raise self._failed[key]
-        if key not in self.made:
+        if key not in self.launchers:
             name = type(self.optimizer).__name__.lower()
             try:
-                self.made[key] = MultiTensor(
+                self.launchers[key] = MultiTensor(
                     distinct, kind.dtypes, kind.device, backend, name, variant, self._gpus
                 )
             except (Refused, FusionError) as error:
                 self._failed[key] = error
                 raise
-        return self.made[key], tuple(map(distinct.index, formulas))
+        return self.launchers[key], tuple(map(distinct.index, formulas))
 
     def _formula(self, group: Mapping[str, Any], structure: Structure, values: Values) -> Formula:
         if structure in self._refused:
             raise Refused(self._refused[structure])
-        known = self._formulas.setdefault(structure, [])
-        for formula in known:
+        formulas = self._formulas.setdefault(structure, [])
+        for formula in formulas:
             if formula.holds(*values):
                 return formula
         try:
-            if len(known) >= MOST_FORMULAS:
+            if len(formulas) >= MOST_FORMULAS:
                 raise Refused(
-                    f"its step has gone {len(known)} different ways, by {known[-1].guards}; a number that it "
-                    "hands to math.sqrt or the like is fixed in the kernel: x ** 0.5 is not"
+                    f"its step has gone {len(formulas)} different ways, by {formulas[-1].guards}; a number "
+                    "that it hands to math.sqrt or the like is fixed in the kernel: x ** 0.5 is not"
                 )
-            made = trace(self.optimizer, group, structure, values)
+            traced = trace(self.optimizer, group, structure, values)
             alike = replace(structure, shape=(), attributes=())
-            known.append(self._alike.setdefault((alike, made.text), made))
-            self._order.setdefault(known[-1], len(self._order))
+            formulas.append(self._alike.setdefault((alike, traced.text), traced))
+            self._order.setdefault(formulas[-1], len(self._order))
         except Refused as error:
             self._refused[structure] = str(error)
             raise
-        return known[-1]
+        return formulas[-1]

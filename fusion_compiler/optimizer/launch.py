@@ -1,4 +1,4 @@
-"""Runs the kernel of some formulas over many parameters: their places in tables, and one launch."""
+"""The launch of a kernel over many parameters, whose addresses are in tables."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fusion_compiler.runtime.target import argument_type, build_of
 
 Backend = Literal["triton", "interpret", "eager"]
 MOST_PLACES = 16  # tables of a batch that are kept: its gradients come back to the same few addresses
-Set = tuple[int, tuple[float, ...]]  # which formula, and its numbers
+Set = tuple[int, tuple[float, ...]]  # the position of a formula, and its numbers
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The tensors of some parameters, of which no two begin at one address.
+    """A `Rows` holds the tensors of some parameters, no two of which begin at one address.
 
-    columns: for each tensor of the formulas' structure that of all parameters. addresses: of the gradients,
-    the second column; the others' stay what they are as long as `places` and `tables` are kept. elements: how
-    many each parameter has. sets: which numbers each takes.
-    places: by addresses of the gradients, which formulas the sets take, and the table on the device. tables:
-    by these formulas, the table for some gradients on the host.
+    columns: for each tensor of the formulas' structure, the tensors of all parameters. addresses: those of
+    the gradients, the second column; the others do not change as long as `places` and `tables` are kept.
+    elements: how many each parameter has. sets: the position of each parameter's set of numbers.
+    places: addresses of the gradients -> (the formulas of the sets, the table on the device). tables:
+    formulas of the sets -> a table on the host, in which only the gradients' addresses are replaced.
     """
 
     columns: Sequence[Sequence[Tensor]]
@@ -45,7 +45,7 @@ class Rows:
 
 @functools.lru_cache(maxsize=64)
 def _blocks(elements: tuple[int, ...], device: torch.device) -> Tensor:
-    """Rows (parameter, block), int32, of all blocks of parameters with so many elements."""
+    """Return the rows (parameter, block), int32, of all blocks of parameters with these many elements."""
     counts = torch.tensor([-(-count // BLOCK) for count in elements])
     parameter = torch.arange(len(elements)).repeat_interleave(counts)
     begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -54,9 +54,9 @@ def _blocks(elements: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class MultiTensor:
-    """Formulas for tensors of some dtypes on one device: `run(rows, sets)` updates them all in one launch.
+    """Apply formulas to tensors of some dtypes on one device: `run(rows, sets)` is one launch for all.
 
-    kernel: None where nothing is launched. Raises Refused or KernelError where there is no kernel.
+    kernel: None if the backend launches none. Raises Refused or KernelError if no kernel can be built.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MultiTensor:
             return
         self.kernel = kernel_of(formulas, dtypes, name, variant)
         if backend == "triton":
-            self._gpu = self._found(gpus)
+            self._gpu = self._find_gpu(gpus)
             self._entry = self._loaded(self._gpu, self.kernel)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class MultiTensor:
             detail = f"{type(error).__name__}: {error}"
             raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
 
-    def _found(self, gpus: Callable[[torch.device | None], Gpu]) -> Gpu:
+    def _find_gpu(self, gpus: Callable[[torch.device | None], Gpu]) -> Gpu:
         try:
             return gpus(self.device)
         except FusionError:
@@ -108,10 +108,10 @@ class MultiTensor:
 
     @torch.no_grad()
     def run(self, rows: Rows, sets: Sequence[Set], factor: Tensor | None = None, seed: int = 0) -> None:
-        """One update of all rows.
+        """Update all rows once.
 
-        sets: what a formula makes of each set's floats and counters. factor: of the gradients, where they are
-        clipped. seed: the key of random numbers.
+        sets: the formula of each set, and the numbers that it computed from the floats and counters. factor:
+        that of the gradients if they are clipped. seed: the key of random numbers.
         """
         if factor is not None:
             factor = factor.to(self.device, self._dtype)
@@ -126,13 +126,13 @@ class MultiTensor:
         if factor is not None:
             tables.append(factor)
         scalars = () if self.variant.table else sets[0][1]
-        given = (*map(Tensor.data_ptr, tables), *scalars, *((seed,) if self.variant.stochastic else ()))
-        (self._interpret if self.backend == "interpret" else self._launch)(len(tables[1]), given)
-        increment_version(rows.columns[0])  # autograd has to know of what was saved for a backward pass
+        arguments = (*map(Tensor.data_ptr, tables), *scalars, *((seed,) if self.variant.stochastic else ()))
+        (self._interpret if self.backend == "interpret" else self._launch)(len(tables[1]), arguments)
+        increment_version(rows.columns[0])  # so that autograd detects writes to tensors saved for backward
 
     def _table(self, rows: Rows, ways: tuple[int, ...]) -> Tensor:
-        found = rows.places.pop(rows.addresses, None)
-        if found is None or found[0] != ways:
+        placed = rows.places.pop(rows.addresses, None)
+        if placed is None or placed[0] != ways:
             if ways not in rows.tables:
                 columns = [list(map(Tensor.data_ptr, column)) for column in rows.columns]
                 formulas = [ways[which] for which in rows.sets]
@@ -141,32 +141,32 @@ class MultiTensor:
             table = rows.tables[ways].clone()
             table[:, 1] = torch.tensor(rows.addresses)
             # Memory that is not pinned is copied before the call returns, and the host waits for nothing.
-            found = ways, table.to(self.device, non_blocking=True)
-        rows.places[rows.addresses] = found  # the last used comes last
+            placed = ways, table.to(self.device, non_blocking=True)
+        rows.places[rows.addresses] = placed  # the last used comes last
         if len(rows.places) > MOST_PLACES:
             del rows.places[next(iter(rows.places))]
-        return found[1]
+        return placed[1]
 
     def _numbers(self, sets: Sequence[Set]) -> Tensor:
         most = max(len(formula.meanings) for formula in self.formulas)
         table = [(*numbers, *(0.0,) * (most - len(numbers))) for _, numbers in sets]
         return torch.tensor(table, dtype=self._dtype).to(self.device, non_blocking=True)
 
-    def _launch(self, programs: int, given: tuple[float, ...]) -> None:
+    def _launch(self, programs: int, arguments: tuple[float, ...]) -> None:
         gpu, entry = self._gpu, self._entry
         assert gpu is not None and entry is not None
         with gpu.active():
             stream = gpu.current_stream(gpu.index)
-            entry.run(programs, 1, 1, stream, entry.function, entry.packed, None, None, None, *given)
+            entry.run(programs, 1, 1, stream, entry.function, entry.packed, None, None, None, *arguments)
 
-    def _interpret(self, programs: int, given: tuple[float, ...]) -> None:
+    def _interpret(self, programs: int, arguments: tuple[float, ...]) -> None:
         try:
             from fusion_compiler.runtime.interpreter import run_source
         except ImportError as error:
             raise MissingTritonError(detail=error) from error
         assert self.kernel is not None
         types = [argument_type(argument) for argument in self.kernel.arguments]
-        run_source(self.kernel.source, self.kernel.name, types, list(given), (programs,))
+        run_source(self.kernel.source, self.kernel.name, types, list(arguments), (programs,))
 
     def _by_aten(self, rows: Rows, sets: Sequence[Set], factor: Tensor | None, seed: int) -> None:
         for i, tensors in enumerate(zip(*rows.columns, strict=True)):
@@ -181,7 +181,7 @@ class MultiTensor:
 
 
 def _stochastic(value: Tensor, seed: int, parameter: int) -> Tensor:
-    """`codegen.math.stochastic` of a float32 tensor, with the words that a kernel takes for it."""
+    """Return `codegen.math.stochastic` of a float32 tensor, with the random words that a kernel would use."""
     counter = torch.arange(-(-value.numel() // 4), device=value.device)
     words = torch.stack(philox(torch.tensor([seed], device=value.device), counter, parameter), -1)
     places = torch.empty_strided(value.shape, value.stride(), dtype=torch.int64, device=value.device)

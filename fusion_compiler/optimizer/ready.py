@@ -1,4 +1,4 @@
-"""What a kernel needs of a parameter to update it: tensors side by side, counters, its group's numbers."""
+"""Parameters that kernels can update: their dense tensors, their counters and their groups' numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A group's hyper-parameters as they are now: the values of the floats, at `paths`, and the others."""
+    """A `Numbers` holds a group's present hyper-parameters: values of floats, at `paths`, and constants."""
 
     values: tuple[float, ...]
     paths: tuple[Path, ...]
@@ -27,7 +27,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Kind:
-    """structure: what is traced. dtypes: of the tensors. device: of all of them."""
+    """Parameters of one kind share a kernel. structure: the one to trace. dtypes, device: of the tensors."""
 
     structure: Structure
     dtypes: tuple[torch.dtype, ...]
@@ -36,10 +36,10 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A parameter that a kernel updates.
+    """A `Ready` is a parameter that a kernel can update.
 
-    held: its state. states: the tensors of its shape there, in the order of the structure; counters: those of
-    one number.
+    held: its state. states: the state's tensors of the parameter's shape, in the order of the structure.
+    counters: the state's tensors of one number.
     """
 
     param: Tensor
@@ -49,7 +49,7 @@ class Ready:
 
 
 def numbers_of(group: Mapping[str, Any]) -> Numbers | Refused:
-    """A group's hyper-parameters, or why no kernel takes them."""
+    """Return a group's hyper-parameters, or the reason why no kernel takes them."""
     for flag in ("capturable", "differentiable"):
         if group.get(flag):
             return Refused(f"{flag}=True: numbers are computed on the host")
@@ -64,7 +64,7 @@ def numbers_of(group: Mapping[str, Any]) -> Numbers | Refused:
 
 
 def ready_of(param: Tensor, state: dict[str, Any], numbers: Numbers) -> tuple[Ready, Kind]:
-    """Of a parameter with a gradient. Raises Refused where no kernel can take its tensors."""
+    """Return a parameter that has a gradient, and its kind. Raises Refused if no kernel takes its tensors."""
     assert param.grad is not None
     states, counters = _sorted_state(param, state)
     named = {PARAM: param, GRAD: param.grad, **states}
@@ -84,17 +84,18 @@ def ready_of(param: Tensor, state: dict[str, Any], numbers: Numbers) -> tuple[Re
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor; any other tensor itself."""
+    """Return this process's part of a DTensor; return any other tensor itself."""
     return tensor if type(tensor) in PLAIN else tensor.to_local()  # type: ignore[operator]
 
 
 def spread(tensor: Tensor) -> tuple[Any, ...]:
-    """How a DTensor lies on which processes."""
+    """Return the device mesh and the placements of a DTensor, or two Nones."""
     return (getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
 
 
 def _sorted_state(param: Tensor, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(tensors of the parameter's shape, counters), by name. A counter on a device comes to the host."""
+    """Return (tensors of the parameter's shape, counters), by name. A counter on a device is moved to the
+    host."""
     if param.dim() == 0:
         raise Refused("it has no dimension, as its counters have none")
     states: dict[str, Tensor] = {}
@@ -114,7 +115,7 @@ def _sorted_state(param: Tensor, state: dict[str, Any]) -> tuple[dict[str, Tenso
 
 
 def _check_spread(named: Mapping[str, Tensor]) -> None:
-    """Raises Refused for tensors of other classes, and for DTensors whose elements lie on other processes."""
+    """Raise Refused for tensors of other classes, and for DTensors placed otherwise than the parameter."""
     param = named[PARAM]
     if all(type(tensor) in PLAIN for tensor in named.values()):
         return
@@ -146,5 +147,5 @@ def _check_layout(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """Strides; where there is one element along an axis, its stride says nothing."""
+    """Return the strides of the axes with several elements; those of other axes mean nothing."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

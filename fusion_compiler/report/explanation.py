@@ -1,10 +1,10 @@
-"""What compile() would do, without doing it: plans from FakeTensors, on any machine.
+"""`explain`, which makes the plans of compile() from FakeTensors, on any machine.
 
 Nothing is computed: parameters and arguments are replaced by tensors without data on the GPU that is planned
 for (capture/target.py), the model by a copy of its structure. A model that torch.fx traces whole
 (capture/symbolic_trace.py) does not need TorchDynamo; any other is captured as compile() captures it, which
-takes longer, and the explanation says why. Where the model does what TorchDynamo cannot capture though it
-depends on no data (it writes a log), compile() breaks in two what is explained here as one graph.
+takes longer, and the explanation says why. If the model does something that TorchDynamo cannot capture
+though it depends on no data (it writes a log), compile() makes two graphs where the explanation has one.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def explain(
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
     **kwargs: Any,
 ) -> Report:
-    """Plan `model(*args, **kwargs)`, and its backward pass where it has one, without running anything.
+    """Plan `model(*args, **kwargs)`, and its backward pass if it has one, without running anything.
 
     args, kwargs: as the model takes them; tensors on any device, also FakeTensors: only shapes, strides and
-        dtypes count. Where none is on a GPU, the plan is that of model and arguments moved to `device`.
-        The backward pass starts from the scalars among the results (a loss), or from all results where none
-        is a scalar.
+        dtypes count. If none is on a GPU, the plan is that of model and arguments moved to `device`.
+        The backward pass starts from the scalars among the results (a loss), or from all results if none is
+        a scalar.
     device: the DeviceSpec to plan for.
 
     Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
-    ArgumentMismatchError where the model does not take these arguments.
+    ArgumentMismatchError if the model does not take these arguments.
     """
     if inspect.isclass(model) or not callable(model):
         raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
@@ -139,7 +139,7 @@ def report_of(model: str, plans: Plans) -> Report:
 
 
 class _Planner(Compiler):
-    """A Compiler of graphs that are captured for a GPU."""
+    """This Compiler takes graphs that are captured for a GPU."""
 
     def graph(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         name_device(gm.graph)
@@ -147,7 +147,7 @@ class _Planner(Compiler):
 
 
 def _tensors_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a module, and those among the arguments."""
+    """Return the tensors of a module, and those among the arguments."""
     module = plain(model)
     state = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     return [*state, *(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))]
@@ -155,7 +155,7 @@ def _tensors_of(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 @contextmanager
 def quiet_fakes() -> Generator[None]:
-    """Without the traceback that torch logs where an operator refuses FakeTensors: an error says that too."""
+    """Hide the traceback that torch logs if an operator refuses FakeTensors; an error says the same."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     def others(record: logging.LogRecord) -> bool:
@@ -169,19 +169,19 @@ def quiet_fakes() -> Generator[None]:
 
 
 def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
-    """The Triton source of every cluster, by graph and cluster; the same work is emitted once."""
-    known: dict[Canonical, tuple[str, str]] = {}
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    """Return the Triton source of every cluster, by graph and cluster; the same work is emitted once."""
+    emitted: dict[Canonical, tuple[str, str]] = {}
+    kernels_by_cluster: dict[tuple[str, str], tuple[str, str]] = {}
     for plan in plans:
         for cluster in plan.clusters:
             key = canonical(cluster, plan.dag)
-            if key not in known:
+            if key not in emitted:
                 kernels = emit_cluster(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
-                taken = {name for name, _ in known.values()}
+                taken = {name for name, _ in emitted.values()}
                 name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
-                known[key] = name, "\n\n".join(kernel.source for kernel in kernels)
-            found[plan.name, cluster.name] = known[key]
-    return found
+                emitted[key] = name, "\n\n".join(kernel.source for kernel in kernels)
+            kernels_by_cluster[plan.name, cluster.name] = emitted[key]
+    return kernels_by_cluster
 
 
 def _plans_of_trace(
@@ -191,15 +191,15 @@ def _plans_of_trace(
     compiler: Compiler,
     mode: FakeTensorMode,
 ) -> tuple[FusionPlan, ...]:
-    """The plans of a model that torch.fx traces whole. Raises UntraceableError."""
-    whole = symbolic_trace(model, args, kwargs, mode)
+    """Return the plans of a model that torch.fx traces whole. Raises UntraceableError for others."""
+    traced = symbolic_trace(model, args, kwargs, mode)
     try:
         with unset_fake_temporarily(), tracing(TracingContext(mode)):
-            run = compiler.backend()(whole.graph, whole.inputs, traced=True)
-        _backward(run(*whole.inputs))
+            run = compiler.backend()(traced.graph, traced.inputs, traced=True)
+        _backward(run(*traced.inputs))
     except FusionError:
         raise
-    except Exception as error:  # what AOTAutograd refuses, it may take in parts
+    except Exception as error:  # AOTAutograd may take in parts what it refuses as one graph
         raise UntraceableError(f"{type(error).__name__}: {_reason(error)}") from error
     return tuple(compiler.plans)
 
@@ -209,7 +209,7 @@ def _name(model: object) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What the operator that failed says; Dynamo puts its own explanations around it."""
+    """Return the message of the operator that failed, without the explanations that Dynamo adds."""
     inner = re.search(r"got (\w+\(.*\))$", str(error), re.MULTILINE)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return inner[1] if inner else lines[0] if lines else type(error).__name__
@@ -228,7 +228,7 @@ def _check_signature(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 class _Places:
-    """Where the tensors that a model reaches are planned to be.
+    """A `_Places` chooses the device of each tensor that the model reaches; each method is one choice.
 
     tensors: those of the module and of the arguments.
     """
@@ -254,16 +254,17 @@ class _Places:
 
 
 class _Fakes(TorchFunctionMode):
-    """FakeTensors on the devices that `place` returns, one for each tensor; as a mode, copies have those."""
+    """Make one FakeTensor for each tensor, on the device that `place` returns; as a mode, also in copies."""
 
     def __init__(self, place: Callable[[Tensor], torch.device]) -> None:
         super().__init__()
         self.mode, self._place = FakesOnly(), place
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that its id stays its own
+        # id -> (original, fake); the original is kept so that no other tensor gets its id
+        self._fake_of: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def everywhere(self) -> Generator[None]:
-        """Whatever asks for the FakeTensor of another tensor gets that of this object."""
+        """Give this object's FakeTensors to all code that asks for the FakeTensor of a tensor."""
         original = FakeTensorMode.from_tensor
 
         def from_tensor(mode: FakeTensorMode, tensor: Tensor, **options: Any) -> FakeTensor:
@@ -277,14 +278,14 @@ class _Fakes(TorchFunctionMode):
         return self.tensor(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
     def model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """A copy of a module, or of what a method or a callable object holds, with fake tensors; tied ones
-        stay tied. A function is itself, and so is an object that cannot be copied."""
+        """Return a copy of a module, or of the object behind a method or a callable, with fake tensors; tied
+        ones stay tied. A function, and an object that cannot be copied, is returned itself."""
         model = plain(model)
         tensors = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
         try:
             with self:
                 return copy.deepcopy(model, {id(t): self.tensor(t) for t in tensors})
-        except Exception:  # of any code of the object's
+        except Exception:  # the object's own code may raise anything
             if isinstance(model, nn.Module):
                 raise
             return model
@@ -293,8 +294,8 @@ class _Fakes(TorchFunctionMode):
         return pytree.tree_map_only(Tensor, self.tensor, values)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same shape, strides, dtype and gradient flag."""
-        if id(tensor) not in self._made:
+        """Return a fake tensor of the same shape, strides, dtype and gradient flag."""
+        if id(tensor) not in self._fake_of:
             with torch.no_grad(), self.mode:
                 fake: Tensor = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._place(tensor)
@@ -303,14 +304,14 @@ class _Fakes(TorchFunctionMode):
                 fake = nn.Parameter(fake, tensor.requires_grad)
             elif tensor.is_floating_point():
                 fake.requires_grad_(tensor.requires_grad)
-            if tensor.is_leaf and tensor.grad is not None:  # what an optimizer reads
+            if tensor.is_leaf and tensor.grad is not None:  # optimizers read it
                 fake.grad = self.tensor(tensor.grad)
-            self._made[id(tensor)] = (tensor, fake)
-        return self._made[id(tensor)][1]
+            self._fake_of[id(tensor)] = (tensor, fake)
+        return self._fake_of[id(tensor)][1]
 
 
 def _backward(results: Any) -> None:
-    """Plan the backward pass of what a loss is among the results, else of all of them."""
+    """Plan the backward pass from the scalars among the results (losses), or from all if none is one."""
     live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
     chosen = [r for r in live if r.dim() == 0] or live
     if chosen:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fusion_compiler.errors import ReportSchemaError
 
-SCHEMA = 2  # of docs/report-schema.md
+SCHEMA = 2  # the version of docs/report-schema.md
 SCRIPTS = (
     "libraries/libraries.min.js",
     "dom.js",
@@ -29,13 +29,13 @@ SCRIPTS = (
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """The page of a report, as text to be written in UTF-8.
+    """Return the page of a report, as text to be written in UTF-8.
 
-    report: what `fc.explain(...).json()` gives, by docs/report-schema.md. Its texts stay text: data is
+    report: the result of `fc.explain(...).json()`, by docs/report-schema.md. Its texts stay text: data is
         escaped, and the page's Content-Security-Policy runs no script but the page's own.
 
-    Raises ReportSchemaError where the report is of another schema, ValueError where a number in it is
-    not finite (JSON has none).
+    Raises ReportSchemaError if the report has another schema, and ValueError if a number in it is not finite
+    (JSON has no such numbers).
     """
     if report.get("schema") != SCHEMA:
         raise ReportSchemaError(got=report.get("schema"), known=SCHEMA)
@@ -50,8 +50,8 @@ def page(report: Mapping[str, Any]) -> str:
         "licences": _asset("libraries/LICENSES.txt"),
         "report": _data(report),
     }
-    # One pass over the template alone: a report that holds "{{script}}" is not filled in.
-    return re.sub(r"\{\{([a-z ]+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    # One pass replaces the fields of the template alone: "{{script}}" within a report stays as it is.
+    return re.sub(r"\{\{([a-z ]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def _asset(name: str) -> str:
@@ -63,5 +63,5 @@ def _hash(text: str) -> str:
 
 
 def _data(report: Mapping[str, Any]) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or opens a comment."""
+    """Return JSON for a script element: nothing in it ends the element or opens a comment."""
     return json.dumps(report, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

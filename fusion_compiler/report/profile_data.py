@@ -1,4 +1,4 @@
-"""What a profile consists of: the measured units of a step, and what ran outside of them."""
+"""The data of a profile: the measured units of a step, and the work outside of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from fusion_compiler.stitch.units import Unit
 
 @dataclass(frozen=True)
 class Measured:
-    """One unit. calls: in a step. us: of one call, the median over the repetitions; kernels of the unit alone
-    on a device, its range on the host. predicted: what the plan says of one call."""
+    """A `Measured` is one unit. calls: their number in a step. us: the time of one call, the median over the
+    repetitions; on a device that of the unit's kernels alone, on the host that of its range. predicted: the
+    plan's cost of one call."""
 
     unit: Unit
     calls: int
@@ -24,19 +25,20 @@ class Measured:
 
     @property
     def bandwidth(self) -> float | None:
-        """Predicted bytes over measured time, in bytes a second; None of host times."""
+        """Return predicted bytes over measured time, in bytes a second, or None for host times."""
         moved = self.predicted.bytes_read + self.predicted.bytes_written
         return moved / (self.us * 1e-6) if self.on_device and self.us else None
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured time less one; None of host times."""
+        """Return predicted over measured time less one, or None for host times."""
         return self.predicted.us / self.us - 1 if self.on_device and self.us else None
 
 
 @dataclass(frozen=True)
 class Unmatched:
-    """A kernel that ran outside of every unit: calls and microseconds in a step, on average."""
+    """An `Unmatched` is a kernel that ran outside of every unit. calls, us: averages of a step, us in
+    microseconds."""
 
     kernel: str
     calls: float
@@ -45,13 +47,14 @@ class Unmatched:
 
 @dataclass(frozen=True)
 class ProfileData:
-    """What a step took. All times are microseconds, medians over the repetitions.
+    """The data of a profile describe one step. All times are microseconds, medians over the repetitions.
 
-    device: what it ran on. planned: the DeviceSpec that was predicted for.
-    on_device: units and work are times of kernels on the device; otherwise, where nothing ran on a GPU, the
-        host's in each unit's range, with the profiler's own cost in them, and no prediction is compared.
+    device: the device that ran the step. planned: the DeviceSpec of the predictions.
+    on_device: True if times of units and work are those of kernels on the device. False if nothing ran on a
+        GPU: times are the host's in each unit's range, including the profiler's own cost, and no prediction
+        is compared.
     step_us: from the call until the device is done, without a profiler. work_us: all kernels, or all ranges.
-    units: what ran, in order. outside_us: work outside of every unit, or the host's time outside of ranges.
+    units: those that ran, in order. outside_us: work outside of every unit, or host time outside of ranges.
     """
 
     model: str

@@ -9,8 +9,8 @@ from fusion_compiler.ir.dag import Source
 from fusion_compiler.ir.plan_text import WIDTH, aligned, count, human_bytes, place, shortened, wrapped
 from fusion_compiler.report.profile_data import Measured, ProfileData
 
-ROWS = 24  # of the table; what takes less is summed up
-OTHERS = 8  # kernels outside of every unit
+ROWS = 24  # of the table; units that take less time are summed up
+OTHERS = 8  # rows of kernels outside of every unit
 HOST = (
     "Times of units are the host's, in the range of each and with the profiler's own cost in them: nothing "
     "ran on a GPU, so that no prediction is compared."
@@ -18,7 +18,8 @@ HOST = (
 
 
 def format_profile(profile: ProfileData) -> str:
-    """As text: totals, one row for units that are the same work in several layers, what ran outside."""
+    """Return a profile as text: totals, one row for units that are the same work in several layers, and
+    the kernels outside of units."""
     what = "of work on the device" if profile.on_device else "in units"
     lines = [
         f"profile of {profile.model} on {profile.device}, {count(profile.repetitions, 'repetition')}",
@@ -49,7 +50,7 @@ def _prediction(profile: ProfileData) -> list[str]:
 
 
 def _table(profile: ProfileData) -> list[str]:
-    """Two lines for each distinct unit: its times, its place in the model."""
+    """Return two lines for each distinct unit: its times, and its place in the model."""
     groups: dict[tuple[object, ...], list[Measured]] = {}
     for measured in profile.units:
         groups.setdefault((measured.unit.graph, measured.unit.same), []).append(measured)
@@ -90,17 +91,17 @@ def _where(source: Source | None) -> str:
 
 
 def _total(same: list[Measured]) -> float:
-    """Microseconds of a step."""
+    """Return the microseconds that units take in a step."""
     return sum(m.us * m.calls for m in same)
 
 
 def profile_json(profile: ProfileData) -> dict[str, Any]:
-    """As plain data for json.dumps.
+    """Return a profile as plain data for json.dumps.
 
     measured: {device, repetitions, clock ("device" or "host"), step_us, work_us, outside_us,
         unmatched: [{kernel, calls, us}]}.
-    units: {graph: {unit: {us, bandwidth, error}}}: of one call; bytes a second; predicted over measured time
-        less one. bandwidth and error are null where `clock` is "host".
+    units: {graph: {unit: {us, bandwidth, error}}}: us of one call; bandwidth in bytes a second; error is
+        predicted over measured time less one. bandwidth and error are null if `clock` is "host".
     """
     units: dict[str, dict[str, Any]] = {}
     for m in profile.units:

@@ -1,4 +1,4 @@
-"""What the units of a compiled model take, beside what was predicted: torch's profiler, read by unit."""
+"""`profile`, which measures the units of a compiled model with torch's profiler, beside the predictions."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ from fusion_compiler.runtime.boxed import unrecorded
 from fusion_compiler.runtime.pairs import RULE as CUDA_GRAPH
 from fusion_compiler.stitch.units import Unit, units_of
 
-WARM = 3  # steps before anything is measured: one compiles and tunes, one settles the allocator
+WARM = 3  # steps before the measurement: one compiles and tunes, one settles the allocator
 
 
 class Profile(ProfileData):
-    """What a step took, by unit: prints, and becomes a report or a trace."""
+    """A profile holds the time of each unit of a step; it prints, and becomes a report or a trace."""
 
     def __str__(self) -> str:
-        """A table, what took longest first, at most 110 columns wide."""
+        """Return a table, the units that took longest first, at most 110 columns wide."""
         return format_profile(self)
 
     def json(self) -> dict[str, Any]:
-        """Plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
+        """Return plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
         return profile_json(self)
 
     def report(self) -> Report:
-        """The report of the same plans with the measured times in it, for its page for example."""
+        """Return the report of the same plans with the measured times in it, for its page for example."""
         breaks = self.breaks
         return Report(
             self.model, self.planned, self.plans, emit=kernels_of, measured=self.json(), breaks=breaks
         )
 
     def trace(self, path: str | Path) -> None:
-        """Writes the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
+        """Write the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
 
-        Raises OSError where `path` cannot be written.
+        Raises OSError if `path` cannot be written.
         """
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self.events)})
         Path(path).write_text(text, encoding="utf-8")
 
 
 def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **kwargs: Any) -> Profile:
-    """Run `compiled(*args, **kwargs)`, and its backward pass where it has one, and measure its units.
+    """Run `compiled(*args, **kwargs)`, and its backward pass if it has one, and measure its units.
 
-    compiled: what compile() returned; where it has not been called yet it is compiled first.
-    The backward pass starts from the scalars among the results (a loss), from all where there are none, with
-    gradients of ones. Gradients that were there before are put back; what the model itself changes when it is
-    called (batch statistics, the state of random numbers) is changed as by `repetitions` x 2 + 3 calls.
+    compiled: the result of compile(); if it has not been called yet, it is compiled first.
+    The backward pass starts from the scalars among the results (a loss), or from all results if none is a
+    scalar, with gradients of ones. Earlier gradients are put back; state that the model's own calls change
+    (batch statistics, the state of random numbers) is changed as by `repetitions` x 2 + 3 calls.
 
-    Raises NotCompiledError, InvalidOptionError, NothingToProfileError, and ReplayedGraphError where the step
-    is replayed as a CUDA graph.
+    Raises NotCompiledError, InvalidOptionError, NothingToProfileError, and ReplayedGraphError if the step is
+    replayed as a CUDA graph.
     """
     if not isinstance(compiled, CompiledFunction | CompiledModule):
         raise NotCompiledError(got=type(compiled).__name__)
@@ -93,14 +93,14 @@ def profile(compiled: Callable[..., Any], *args: Any, repetitions: int = 10, **k
         walls = [_wall_us(step, wait) for _ in range(repetitions)]
         events = _traced(step, wait, repetitions, on_device)
     name = getattr(compiled, "__name__", type(compiled).__name__)
-    found = profile_of(name, plans, events, on_device=on_device, step_us=statistics.median(walls))
-    return replace(found, breaks=plans.breaks)
+    result = profile_of(name, plans, events, on_device=on_device, step_us=statistics.median(walls))
+    return replace(result, breaks=plans.breaks)
 
 
 def profile_of(
     model: str, plans: Sequence[FusionPlan], events: Sequence[Event], *, on_device: bool, step_us: float
 ) -> Profile:
-    """A profile from the events of a trace, of a model with these plans.
+    """Return the profile of a model with these plans, from the events of a trace.
 
     Raises NothingToProfileError, ReplayedGraphError.
     """
@@ -136,7 +136,7 @@ def profile_of(
 
 
 def check_not_recorded(plans: Iterable[FusionPlan]) -> None:
-    """Raises ReplayedGraphError where a graph is replayed."""
+    """Raise ReplayedGraphError if a graph is replayed."""
     if any(d.rule == CUDA_GRAPH and d.outcome is Outcome.FORCED for plan in plans for d in plan.decisions):
         raise ReplayedGraphError(launch="cudagraphs=True")
 
@@ -144,7 +144,7 @@ def check_not_recorded(plans: Iterable[FusionPlan]) -> None:
 def _measured(
     line: Timeline, units: Mapping[str, tuple[Unit, FusionPlan]], on_device: bool
 ) -> Iterable[Measured]:
-    """The units that ran, in order; calls that launch nothing are none."""
+    """Return the units that ran, in order, without calls that launch nothing."""
     samples: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
     for run in line.runs:
@@ -158,7 +158,7 @@ def _measured(
 
 
 def predicted(unit: Unit, plan: FusionPlan) -> Cost:
-    """What the cost model says of a unit."""
+    """Return the cost that the cost model predicts for a unit."""
     for cluster in plan.clusters:
         if cluster.name == unit.name:
             return cluster.cost
@@ -176,7 +176,7 @@ def _unmatched(line: Timeline) -> tuple[Unmatched, ...]:
 
 
 def _last_step(events: Sequence[Event], line: Timeline) -> Iterable[Event]:
-    """The events of the last repetition, and those that name processes and threads."""
+    """Return the events of the last repetition, and those that name processes and threads."""
     begins = max(float(e["ts"]) for e in events if e.get("name") == STEP and e.get("ph") == "X")
     for event in named(events, line.owners):
         if event.get("ph") == "M" or float(event.get("ts", 0.0)) >= begins:
@@ -184,7 +184,7 @@ def _last_step(events: Sequence[Event], line: Timeline) -> Iterable[Event]:
 
 
 class _Step:
-    """Forward and backward, as a context in which the gradients that were there are put aside."""
+    """A `_Step` runs forward and backward; as a context, it puts earlier gradients aside until its exit."""
 
     def __init__(self, compiled: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._compiled, self._args, self._kwargs = compiled, args, kwargs
@@ -208,13 +208,13 @@ class _Step:
             self._gradients = [torch.ones_like(r) for r in starts]
         for leaf in _leaves(starts):
             self._leaves.setdefault(leaf, leaf.grad)
-            leaf.grad = None  # accumulated to, it would take a kernel of its own
+            leaf.grad = None  # accumulation into it would take another kernel
         torch.autograd.backward(starts, self._gradients)
 
 
 def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors whose .grad a backward pass from `results` fills."""
-    found = {r: None for r in results if r.is_leaf}
+    """Return the tensors whose .grad a backward pass from `results` fills."""
+    leaves = {r: None for r in results if r.is_leaf}
     pending: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -223,9 +223,9 @@ def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found[node.variable] = None
+            leaves[node.variable] = None
         pending += [after for after, _ in node.next_functions]
-    return list(found)
+    return list(leaves)
 
 
 def _is_on_gpu(plan: FusionPlan) -> bool:
@@ -248,7 +248,7 @@ def _wall_us(step: Callable[[], None], wait: Callable[[], None]) -> float:
 def _traced(
     step: Callable[[], None], wait: Callable[[], None], repetitions: int, on_device: bool
 ) -> list[Event]:
-    """The events of a trace of so many steps."""
+    """Trace `repetitions` steps and return the events."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
     with torch.profiler.profile(activities=activities, acc_events=True) as traced:
         for _ in range(repetitions):

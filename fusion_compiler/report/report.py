@@ -1,4 +1,4 @@
-"""What `explain` found, for people and for programs: text, JSON, DOT, GraphML and a page.
+"""The report of `explain`, for people and for programs: text, JSON, DOT, GraphML and a page.
 
 A report holds the plans of a model's graphs and answers questions about them; nothing in it was measured
 unless `profile` put it there.
@@ -22,16 +22,16 @@ from fusion_compiler.report.report_json import Row, class_rows, report_json, tot
 
 
 class Report(ReportData):
-    """The plans of a model's graphs, forward and backward: prints, answers questions, writes files."""
+    """A report holds the plans of a model's graphs; it prints, answers questions and writes files."""
 
     def why(self, a: str, b: str) -> list[Answer]:
-        """Why two ops are one kernel or are not, in every graph that has both; print one for its text.
+        """Explain why two ops are one kernel or are not, in every graph that has both; print one to read it.
 
         a, b: an op or a cluster by name, a place ("model.py:12"), a module's path, or a piece of source
         ("F.gelu("). Raises UnknownOpError for a name that no graph has.
         """
-        found = [answer for why in self.questions.values() for answer in answers(why, a, b)]
-        if not found:
+        results = [answer for why in self.questions.values() for answer in answers(why, a, b)]
+        if not results:
             for name in (a, b):
                 if not any(meanings(plan, name) for plan in self.plans):
                     raise unknown(name, self.plans)
@@ -40,35 +40,36 @@ class Report(ReportData):
                     "", f"{a} and {b} are in different graphs: one of the forward, one of the backward pass"
                 )
             ]
-        return found
+        return results
 
     def __str__(self) -> str:
         return "\n\n".join(self._sections())
 
     def show(self, file: TextIO | None = None) -> None:
-        """Print the report; with colours at a terminal where rich is installed."""
+        """Print the report, with colours at a terminal if rich is installed."""
         plan_text.show(str(self), file)
 
     def json(self) -> dict[str, Any]:
-        """The report as plain data for json.dumps; docs/report-schema.md documents it."""
+        """Return the report as plain data for json.dumps; docs/report-schema.md documents it."""
         return report_json(self)
 
     def graph(self) -> nx.MultiDiGraph[str]:
-        """Units of all graphs with their predictions, edges with their refusals; every attribute is plain."""
-        found: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+        """Return a graph of all units with their predictions, and edges with their refusals; every attribute
+        is a string or a number."""
+        units: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         for graph in self.json()["graphs"]:
             for unit in graph["units"]:
                 plain = {k: v for k, v in unit.items() if isinstance(v, str | int | float)}
                 name = f"{graph['name']}/{unit['name']}"
-                found.add_node(name, **{k: v for k, v in plain.items() if k != "name"}, label=unit["name"])
+                units.add_node(name, **{k: v for k, v in plain.items() if k != "name"}, label=unit["name"])
             for edge in graph["edges"]:
                 a, b = (f"{graph['name']}/{edge[end]}" for end in ("a", "b"))
                 plain = {k: v for k, v in edge.items() if isinstance(v, str | int | float)}
-                found.add_edge(a, b, **{k: v for k, v in plain.items() if k not in ("a", "b")})
-        return found
+                units.add_edge(a, b, **{k: v for k, v in plain.items() if k not in ("a", "b")})
+        return units
 
     def dot(self) -> str:
-        """The graph in Graphviz' language. Raises MissingPackageError where pydot is not installed."""
+        """Return the graph in Graphviz' language. Raises MissingPackageError if pydot is not installed."""
         try:
             return str(nx.nx_pydot.to_pydot(self.graph()).to_string())
         except ImportError as error:
@@ -95,7 +96,7 @@ class Report(ReportData):
         return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
 
     def _summary(self) -> str:
-        """Totals, and a row for each class of operators."""
+        """Return the totals, and a row for each class of operators."""
         t = totals_of(self)
         lines = [
             f"  {plan_text.count(t['launches_before'], 'call')} of eager -> {t['launches_after']}: "
@@ -113,7 +114,7 @@ class Report(ReportData):
 
 
 def missed_text(missed: Sequence[Missed]) -> str:
-    """Fusions that were not made, one entry each."""
+    """Return text about the missed fusions, one entry each."""
     lines = ["missed fusions, by what they would save at most"]
     for one in missed:
         lead = f"  {one.total_us:>8.1f} us  {one.graph}  "

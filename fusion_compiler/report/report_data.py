@@ -1,4 +1,4 @@
-"""What a report consists of: the plans of a model's graphs, their edges, their kernels, what is missed."""
+"""The data of a report: the plans of a model's graphs, their edges, their kernels, and missed fusions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Kernels = Mapping[tuple[str, str], tuple[str, str]]
 
 @dataclass(frozen=True)
 class Missed:
-    """A fusion that was not made, and the graph that it is missing in.
+    """A `Missed` is a fusion that was refused. graph: the name of its graph.
 
     times: how many pairs are refused alike, in other layers; `refused` is the first of them.
-    total_us: what all of these would save.
+    total_us: the time that all of these would save.
     """
 
     graph: str
@@ -38,13 +38,13 @@ class Missed:
 
 @dataclass(frozen=True)
 class ReportData:
-    """The plans of a model's graphs, forward and backward, and what they answer.
+    """The data of a report are the plans of a model's graphs, forward and backward, and their answers.
 
-    model: its name. device: the DeviceSpec planned for. incomplete: why later graphs are missing, "" where
-    none are: what follows depends on data. not_whole: why torch.fx cannot trace the model whole, so that
-    TorchDynamo captured it; "" where it can. measured: of each graph's units what `profile` measured.
-    breaks: the places at which TorchDynamo's graphs end early, and what no graph holds.
-    assumed: what the plans hold for and this machine does not show, "" where nothing is assumed.
+    model: its name. device: the DeviceSpec of the plans. incomplete: why later graphs are missing (they
+    depend on data), "" if none are. not_whole: why torch.fx cannot trace the model whole, so that TorchDynamo
+    captured it; "" if it can. measured: the times of each graph's units from `profile`.
+    breaks: the places at which TorchDynamo's graphs end early, and the code that no graph holds.
+    assumed: the conditions of the plans that this machine does not show, "" if nothing is assumed.
     """
 
     model: str
@@ -59,49 +59,49 @@ class ReportData:
 
     @property
     def captured_by(self) -> str:
-        """ "torch.fx" or "TorchDynamo"."""
+        """Return "torch.fx" or "TorchDynamo"."""
         return "TorchDynamo" if self.not_whole else "torch.fx"
 
     @cached_property
     def questions(self) -> Mapping[str, Why]:
-        """What each graph answers, by its name."""
+        """Return the object that answers questions about each graph, by the graph's name."""
         return {plan.name: Why(plan) for plan in self.plans}
 
     @cached_property
     def edges(self) -> Mapping[str, tuple[Rejected, ...]]:
-        """Of each graph, why neighbours are not one kernel."""
+        """Return, for each graph, the reasons why neighbours are not one kernel."""
         return {name: why.edges() for name, why in self.questions.items()}
 
     @cached_property
     def kernels(self) -> Kernels:
-        """(graph, cluster) -> (kernel, Triton source); clusters that are the same work share a kernel."""
+        """Return (graph, cluster) -> (kernel, Triton source); clusters of the same work share a kernel."""
         return self.emit(self.plans)
 
     @property
     def missed(self) -> tuple[Missed, ...]:
-        """The ten fusions whose absence costs most, or may; what repeats in other layers is one of them."""
-        found = [
+        """Return the ten missed fusions that cost most, or may; repetitions in other layers count as one."""
+        candidates = [
             Missed(name, same[0], len(same), sum(r.saving_us for r in same))
             for name, edges in self.edges.items()
             for same in _alike(edges)
         ]
-        ranked = sorted((m for m in found if m.total_us > 0), key=lambda m: -m.total_us)
+        ranked = sorted((m for m in candidates if m.total_us > 0), key=lambda m: -m.total_us)
         return tuple(ranked[:MOST_MISSED])
 
 
 def _alike(edges: Sequence[Rejected]) -> list[list[Rejected]]:
-    """Refusals in groups that differ only in the numbers within their names.
+    """Group refusals that differ only in the numbers within their names.
 
     Two that share a unit are in different groups: they are alternatives, and their savings do not add up.
     """
     groups: dict[tuple[str, ...], list[list[Rejected]]] = {}
     for r in edges:
         key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason))
-        known = groups.setdefault(key, [])
-        apart = (same for same in known if not any({r.a, r.b} & {s.a, s.b} for s in same))
-        home = next(apart, None)
-        if home is None:
-            known.append([r])
+        similar = groups.setdefault(key, [])
+        disjoint = (same for same in similar if not any({r.a, r.b} & {s.a, s.b} for s in same))
+        group = next(disjoint, None)
+        if group is None:
+            similar.append([r])
         else:
-            home.append(r)
-    return [same for known in groups.values() for same in known]
+            group.append(r)
+    return [same for similar in groups.values() for same in similar]

@@ -27,7 +27,7 @@ TOTALS = (
 
 
 def report_json(report: ReportData) -> Row:
-    """All of a report; see docs/report-schema.md."""
+    """Return a report as plain data; see docs/report-schema.md."""
     kernels = dict(report.kernels.values())
     measured = report.measured or {}
     return {
@@ -60,13 +60,13 @@ def report_json(report: ReportData) -> Row:
 
 
 def totals_of(report: ReportData) -> Row:
-    """Over all graphs."""
+    """Return the totals over all graphs."""
     rows = [_totals(why) for why in report.questions.values()]
     return {key: sum(row[key] for row in rows) for key in TOTALS}
 
 
 def class_rows(report: ReportData) -> list[Row]:
-    """The data-movement analysis: a row for each class that has calls or units, in the paper's order."""
+    """Return the data-movement analysis: a row for each class with calls or units, in the paper's order."""
     device = device_spec(report.device)
     calls = [call for plan in report.plans for call in plan.calls]
     units = [(why, unit) for why in report.questions.values() for unit in why.units.values()]
@@ -97,11 +97,11 @@ def class_rows(report: ReportData) -> list[Row]:
 
 
 def _totals(why: Why) -> Row:
-    """Of one graph: every call of eager, and every unit."""
+    """Return the totals of one graph, over every call of eager and every unit."""
     plan, costs = why.plan, [why.cost(u) for u in why.units.values()]
     small = plan_text.totals(plan)
     stored = {name for unit in why.units.values() for name in unit.outputs}
-    found: Row = {
+    counted: Row = {
         "launches_before": len(plan.calls),
         "launches_after": len(costs),
         "bytes_before": _moved(c.cost for c in plan.calls),
@@ -110,21 +110,21 @@ def _totals(why: Why) -> Row:
         "us_before": sum(c.cost.us for c in plan.calls),
         "us_after": sum(c.us for c in costs),
     }
-    return {key: found[key] if key in found else getattr(small, key) for key in TOTALS}
+    return {key: counted[key] if key in counted else getattr(small, key) for key in TOTALS}
 
 
 def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
     why = report.questions[plan.name]
     unit_of = {name: unit.name for unit in reversed(why.units.values()) for name in unit.ops}
     unit_of |= {name: unit.name for unit in why.units.values() for name in unit.outputs}
-    own = [plan.dag.op(name) for name in plan.dag.order if name not in plan.dag.inputs]
+    ops = [plan.dag.op(name) for name in plan.dag.order if name not in plan.dag.inputs]
     us = sum(call.cost.us for call in plan.calls)
     return {
         "name": plan.name,
         "phase": plan.name.rpartition(".")[2],
         "totals": _totals(why),
         "calls": [_call(call, unit_of, us, why.setting.device) for call in plan.calls],
-        "ops": [_op(op, why, unit_of.get(op.name)) for op in own],
+        "ops": [_op(op, why, unit_of.get(op.name)) for op in ops],
         "units": [_unit(report, why, why.units[name], measured.get(name)) for name in why.order],
         "edges": [_edge(why, refused) for refused in report.edges[plan.name]],
         "decisions": [asdict(decision) for decision in plan.decisions],
@@ -196,7 +196,7 @@ def _unit(report: ReportData, why: Why, unit: Unit, measured: Row | None) -> Row
 
 
 def _bound_text(cost: Cost, device: DeviceSpec) -> str:
-    """A sentence on what a kernel waits for."""
+    """Return a sentence on the resource that bounds a kernel."""
     moved = cost.bytes_read + cost.bytes_written
     copy = moved / device.copy_bandwidth * 1e6
     match cost.bound:
@@ -230,13 +230,13 @@ def _moved(costs: Iterable[Cost]) -> int:
 
 
 def _usage(costs: Sequence[Cost], device: DeviceSpec) -> float:
-    """Memory usage efficiency: the time that copying the same bytes takes, over the time taken."""
+    """Return the memory usage efficiency: the time of copying the same bytes, over the time taken."""
     us = sum(c.us for c in costs)
     return min(1.0, _moved(costs) / device.copy_bandwidth * 1e6 / us) if us else 0.0
 
 
 def _module(ops: Sequence[Op]) -> str:
-    """The innermost module that all ops come from."""
+    """Return the innermost module that all ops come from."""
     paths = [op.source.module.split(".") for op in ops if op.source is not None and op.source.module]
     if not paths:
         return ""

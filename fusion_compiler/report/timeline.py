@@ -1,9 +1,9 @@
-"""Which kernel of a profiler's trace belongs to which unit: a pure function of the trace's events.
+"""The match of kernels in a profiler's trace to units: a pure function of the trace's events.
 
-Names of kernels do not tell: identical clusters share one kernel, and library calls have names of cuBLAS.
-What tells is the launch: it carries the kernel's correlation and lies, on its thread, inside the range of its
-unit. Where a trace lacks the launch (some profilers leave out those made through the driver) or knows its
-thread by another number, the range that the profiler itself drew on the kernel's stream takes its place.
+Names of kernels do not identify a unit: identical clusters share one kernel, and library calls have names of
+cuBLAS. The launch does: it carries the kernel's correlation and lies, on its thread, inside the range of its
+unit. If a trace lacks the launch (some profilers leave out launches through the driver) or has another number
+for its thread, the range that the profiler itself drew on the kernel's stream takes its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion_compiler.errors import ReplayedGraphError
 
-Event = Mapping[str, Any]  # of a Chrome trace, times in microseconds
+Event = Mapping[str, Any]  # an event of a Chrome trace, with times in microseconds
 Thread = tuple[object, object]  # process and thread, or device and stream
 
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -24,7 +24,7 @@ STEP = "fusion_compiler step"  # the range around each repetition
 
 @dataclass(frozen=True)
 class Run:
-    """A unit in one repetition. range: the unit's. calls: how often it ran. us: of all of them."""
+    """A `Run` is a unit in one repetition. range: the unit's. calls: how often it ran. us: of all calls."""
 
     range: str
     step: int
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outside:
-    """A kernel that ran outside of every unit."""
+    """An `Outside` is a kernel that ran outside of every unit."""
 
     kernel: str
     step: int
@@ -43,8 +43,9 @@ class Outside:
 
 @dataclass(frozen=True)
 class Timeline:
-    """runs: of units. outside: device work of no unit. steps: host microseconds of each repetition.
+    """A timeline assigns device work to units.
 
+    runs: those of units. outside: device work of no unit. steps: host microseconds of each repetition.
     owners: position among the events of each kernel of a unit -> the unit's range.
     """
 
@@ -62,9 +63,9 @@ class _Span:
 
 
 def device_timeline(events: Sequence[Event], ranges: Collection[str]) -> Timeline:
-    """Device work by unit. ranges: the texts of all units; repetitions are ranges called STEP.
+    """Return device work by unit. ranges: the texts of all units; repetitions are ranges called STEP.
 
-    Raises ReplayedGraphError where kernels were launched together as a CUDA graph.
+    Raises ReplayedGraphError if kernels were launched together as a CUDA graph.
     """
     spans, steps = _spans(events, "user_annotation", ranges), _steps(events)
     launches = {_correlation(e): e for e in events if e.get("cat") in LAUNCHES}
@@ -102,7 +103,7 @@ def device_timeline(events: Sequence[Event], ranges: Collection[str]) -> Timelin
 
 
 def host_timeline(events: Sequence[Event], ranges: Collection[str]) -> Timeline:
-    """Host time of each unit's range, the profiler's own cost inside it included."""
+    """Return the host time of each unit's range, including the profiler's own cost inside it."""
     spans, steps = _spans(events, "user_annotation", ranges), _steps(events)
     us: dict[tuple[str, int], float] = {}
     for span in (s for group in spans.values() for s in group):
@@ -115,7 +116,8 @@ def host_timeline(events: Sequence[Event], ranges: Collection[str]) -> Timeline:
 
 
 def named(events: Iterable[Event], owners: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    """The events, each kernel of a unit with the unit's range before its name and in its arguments."""
+    """Return the events; each kernel of a unit has the cluster before its name, and the unit's range in its
+    arguments."""
     for i, event in enumerate(events):
         new = dict(event)
         if i in owners:
@@ -127,7 +129,7 @@ def named(events: Iterable[Event], owners: Mapping[int, str]) -> Iterator[dict[s
 
 
 def _calls(spans: Mapping[Thread, Sequence[_Span]], steps: Sequence[_Span]) -> dict[tuple[str, int], int]:
-    """How often each unit ran in each repetition."""
+    """Count how often each unit ran in each repetition."""
     counts: dict[tuple[str, int], int] = {}
     for span in sorted((s for group in spans.values() for s in group), key=lambda s: s.start):
         step = _step(steps, span.start)
@@ -137,13 +139,14 @@ def _calls(spans: Mapping[Thread, Sequence[_Span]], steps: Sequence[_Span]) -> d
 
 
 def _spans(events: Sequence[Event], category: str, names: Collection[str]) -> dict[Thread, list[_Span]]:
-    """The ranges of some names, by thread, the earliest and of these the longest first."""
-    found: dict[Thread, list[_Span]] = {}
+    """Return the ranges of some names by thread, ordered by start; of equal starts the longest is first."""
+    by_thread: dict[Thread, list[_Span]] = {}
     for e in events:
         if e.get("cat") == category and e.get("ph") == "X" and e["name"] in names:
             start = float(e["ts"])
-            found.setdefault(_thread(e), []).append(_Span(str(e["name"]), start, start + float(e["dur"])))
-    return {thread: sorted(spans, key=lambda s: (s.start, -s.end)) for thread, spans in found.items()}
+            span = _Span(str(e["name"]), start, start + float(e["dur"]))
+            by_thread.setdefault(_thread(e), []).append(span)
+    return {thread: sorted(spans, key=lambda s: (s.start, -s.end)) for thread, spans in by_thread.items()}
 
 
 def _steps(events: Sequence[Event]) -> list[_Span]:
@@ -156,13 +159,13 @@ def _lengths(steps: Sequence[_Span]) -> tuple[float, ...]:
 
 
 def _step(steps: Sequence[_Span], time: float) -> int | None:
-    """The repetition that a time lies in; autograd's threads work within the caller's."""
+    """Return the repetition that contains a time; autograd's threads work within the caller's repetition."""
     return next((i for i, step in enumerate(steps) if step.start <= time <= step.end), None)
 
 
 def _inside(spans: Sequence[_Span], points: Iterable[tuple[float, int]]) -> dict[int, str]:
-    """For each (time, key) the innermost range around it, if any. spans: sorted as by `_spans`."""
-    found: dict[int, str] = {}
+    """Return, for each (time, key), the innermost range around it, if any. spans: sorted as by `_spans`."""
+    innermost: dict[int, str] = {}
     stack: list[_Span] = []
     waiting = iter(spans)
     following = next(waiting, None)
@@ -173,8 +176,8 @@ def _inside(spans: Sequence[_Span], points: Iterable[tuple[float, int]]) -> dict
         while stack and stack[-1].end < time:
             stack.pop()
         if stack:
-            found[key] = stack[-1].name
-    return found
+            innermost[key] = stack[-1].name
+    return innermost
 
 
 def _thread(event: Event) -> Thread:
