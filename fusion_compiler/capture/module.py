@@ -60,8 +60,8 @@ class Plans(Sequence[FusionPlan]):
         self.reporter: Callable[[Plans], Any] | None = None
 
     def report(self) -> Any:
-        """Return the Report of all graphs captured so far, as `explain` returns it. Nothing is planned again
-        before a question asks for it."""
+        """Return the Report of all graphs captured so far. Nothing is planned again unless a question needs
+        the search (`passes.fuse.why`)."""
         assert self.reporter is not None, "compile() sets it"
         return self.reporter(self)
 
@@ -162,10 +162,16 @@ class CompiledFunction:
         return self._plans.verification
 
     def report(self) -> Any:
-        return self._plans.report()
+        """Return the Report of all graphs captured so far, as `explain` returns it."""
+        return plan_of(self).report()
 
     def why(self, a: str, b: str) -> Any:
-        return self._plans.why(a, b)
+        """Return why two ops are one kernel or are not, in each graph that has both.
+
+        a, b: an op or a cluster by name, a place ("model.py:12"), a module's path, or a piece of source.
+        Raises UnknownOpError for a name that no graph has.
+        """
+        return plan_of(self).why(a, b)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -335,10 +341,9 @@ def _compiled_module(
         body["get_compiled_call"] = lambda self, config: self.__call__
     if not hasattr(model, "plan"):
         body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
-    if not hasattr(model, "report"):
-        body["report"] = lambda self: plans.report()
-    if not hasattr(model, "why"):
-        body["why"] = lambda self, a, b: plans.why(a, b)
+    for name in ("report", "why"):
+        if not hasattr(model, name):
+            body[name] = vars(CompiledFunction)[name]  # it answers from the plans of either
     if not hasattr(model, "verification"):
         body["verification"] = property(lambda self: plans.verification, doc=Verification.__doc__)
     cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))

@@ -55,7 +55,7 @@ class Site:
 
 
 def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, Decisions]:
-    """Return a copy of `gm` with all edits, or `gm` itself if there are none, and notes of each."""
+    """Return a copy of `gm` with all edits, or `gm` itself if there are none, and the decision about each."""
     if all(isinstance(site.edit, str) for site in sites):
         return gm, tuple(Decision(site.rule, site.node, Outcome.REFUSED, str(site.edit)) for site in sites)
     new, nodes = copied(gm)
