@@ -124,7 +124,7 @@ RMS_NORM = Case(
 )  # fmt: skip
 DROPOUT_NORM = Case(
     "bias + dropout + residual + LayerNorm", bias_dropout_residual_norm,
-    tensors(x=ROW, residual=ROW, bias="columns", weight="columns", shift="columns"),
+    tensors(x=ROW, bias="columns", residual=ROW, weight="columns", shift="columns"),
     {"rows": 131072, "columns": 1024}, SMALL,
     ("x", "bias", "residual", "weight", "shift"), ("x", "residual", "bias", "weight"), bar=DROPOUT,
 )  # fmt: skip
