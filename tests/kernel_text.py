@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from fusion_compiler.ir.syntax import (
+from fusion_compiler.ops.syntax import (
     Binary,
     Call,
     Expression,

@@ -24,7 +24,7 @@ from fusion_compiler.ir.loops import (
     Store,
     Value,
 )
-from fusion_compiler.ir.ops import OPS
+from fusion_compiler.ops.table import OPS
 from fusion_compiler.schedule.work import BufferInfo
 
 TARGETS = {str(spec.target).removeprefix("aten.").removeprefix("prims."): spec.target for spec in OPS}

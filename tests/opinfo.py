@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning, UnsupportedDtypeError
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ops.table import spec_of
 from tests import opinfo_errors, opinfo_layouts
 from tests.exactness import Compiled, not_as_close
 from tests.opinfo_layouts import strides

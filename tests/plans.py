@@ -13,9 +13,9 @@ from fusion_compiler.ir.dag import Op, OpDag, Source, TensorMeta
 from fusion_compiler.ir.decision import noted
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Leftover, Rejected
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import cost_of
 from fusion_compiler.passes.fuse.movement import eager_calls
 from tests.nests import TARGETS, Nest

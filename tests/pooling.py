@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_compiler.ir import max_pool
+from fusion_compiler.ops.own import max_pool
 
 aten = torch.ops.aten
 

@@ -23,8 +23,8 @@ SAID = {
         "python",
     ),
     "operators": (
-        "`ir/dag.py`: the `OpDag`. Kinds come from the operator table (`ir/ops.py`), shapes and dtypes from "
-        "FakeTensors; nothing here says that this is a norm.",
+        "`ir/dag.py`: the `OpDag`. Kinds come from the operator table (`ops/table.py`), shapes and dtypes "
+        "from FakeTensors; nothing here says that this is a norm.",
         "text",
     ),
     "loop nest": (

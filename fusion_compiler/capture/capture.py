@@ -66,7 +66,7 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.sum_rows import COMBINES
+from fusion_compiler.ops.own.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.support.store import Store

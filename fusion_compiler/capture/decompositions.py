@@ -35,9 +35,9 @@ from fusion_compiler.capture.eager_decompositions import (
 from fusion_compiler.capture.few_queries import in_chunks
 from fusion_compiler.capture.target import on_gpu
 from fusion_compiler.capture.traced_gradients import INTERPOLATIONS
-from fusion_compiler.ir import few_queries, group_norm, max_pool, permuted_rows, random, running
 from fusion_compiler.ir.dag import FEW_ROWS
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.own import few_queries, group_norm, max_pool, permuted_rows, random, running
+from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten
 

@@ -21,17 +21,18 @@ from torch.amp import autocast_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.ir import depthwise, random, record, recurrent, running
-from fusion_compiler.ir.channel_order import to_memory_format
+from fusion_compiler.ir import record
 from fusion_compiler.ir.chunks import Chunked
-from fusion_compiler.ir.convolution_relu import convolution_relu
-from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.ir.few_queries import attend
-from fusion_compiler.ir.group_norm import group_norm, group_norm_backward
-from fusion_compiler.ir.max_pool import OPERATORS as MAXIMA
-from fusion_compiler.ir.permuted_rows import permuted_rows
 from fusion_compiler.ir.record import NotWritable
-from fusion_compiler.ir.sum_rows import COMBINES
+from fusion_compiler.ops.own import depthwise, random, recurrent, running
+from fusion_compiler.ops.own.channel_order import to_memory_format
+from fusion_compiler.ops.own.convolution_relu import convolution_relu
+from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.own.few_queries import attend
+from fusion_compiler.ops.own.group_norm import group_norm, group_norm_backward
+from fusion_compiler.ops.own.max_pool import OPERATORS as MAXIMA
+from fusion_compiler.ops.own.permuted_rows import permuted_rows
+from fusion_compiler.ops.own.sum_rows import COMBINES
 
 NAMESPACES = ("aten", "prims")  # their operators are the same in every process of one version of PyTorch
 _PLAIN = ("partitioner_tag", "stack_trace", "autograd_backward", "is_gradient_acc")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_compiler.ir.effects import draws, has_effect
 from fusion_compiler.ir.graph_pass import Refused
-from fusion_compiler.ir.schema import bound
+from fusion_compiler.ops.schema import bound
 
 _aten = torch.ops.aten
 _STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}

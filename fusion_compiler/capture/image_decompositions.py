@@ -4,8 +4,8 @@ cuDNN's convolutions add no bias: ATen adds the bias in a pass over the result, 
 in another pass over the result's gradient. As nodes of the graph, both join the clusters around the
 convolution. ATen and cuDNN also copy an operand whose memory order does not suit the convolution. Here such a
 copy is a node of the graph, too, and the kernel that computes the operand stores it in that order instead.
-Depthwise convolutions are operators that clusters hold (`ir/depthwise.py`). On a CPU a convolution adds its
-bias itself, with a single rounding, and is not decomposed.
+Depthwise convolutions are operators that clusters hold (`ops/own/depthwise.py`). On a CPU a convolution adds
+its bias itself, with a single rounding, and is not decomposed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.ir import depthwise
-from fusion_compiler.ir.channel_order import copy_in_order, order_of_result, to_memory_format
 from fusion_compiler.ir.convolution_times import convolution_of, faster_is_last
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.own.channel_order import copy_in_order, order_of_result, to_memory_format
 
 aten = torch.ops.aten
 

@@ -37,9 +37,9 @@ from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.ops import Kind, is_always_held, spec_of
-from fusion_compiler.ir.put import put
-from fusion_compiler.ir.schema import written
+from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.table import Kind, is_always_held, spec_of
 
 aten = torch.ops.aten
 COPY = aten.copy_.default

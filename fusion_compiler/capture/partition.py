@@ -37,10 +37,10 @@ from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
-from fusion_compiler.ir.ops import is_always_held
-from fusion_compiler.ir.random import merge_seeds
-from fusion_compiler.ir.recurrent import FORWARDS
 from fusion_compiler.ir.reproducible import mark_reproducible
+from fusion_compiler.ops.own.random import merge_seeds
+from fusion_compiler.ops.own.recurrent import FORWARDS
+from fusion_compiler.ops.table import is_always_held
 
 _aten = torch.ops.aten
 # The cut nearest to the sink is the same for every maximum flow. For 32 layers the default algorithm takes

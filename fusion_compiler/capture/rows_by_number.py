@@ -2,7 +2,7 @@
 
     index_put(x, [index], rows, accumulate=True)   ->   x + sum_rows(rows, order, bounds)
 
-Every operator here becomes one call of `ir/sum_rows.py` on a table `x`: [R, C], numbers: [N] and rows:
+Every operator here becomes one call of `ops/own/sum_rows.py` on a table `x`: [R, C], numbers: [N] and rows:
 [N, C]. The numbers are sorted, and each sum is made in the order of the rows, to the same bits each time.
 Calls with the same numbers share the sorted order, in forward and backward: `merge_equal` makes one call of
 several equal ones.
@@ -22,8 +22,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture.graphs import hinted
-from fusion_compiler.ir.sum_rows import largest_rows, smallest_rows, sum_rows
 from fusion_compiler.ir.writes import indexed
+from fusion_compiler.ops.own.sum_rows import largest_rows, smallest_rows, sum_rows
 
 aten = torch.ops.aten
 

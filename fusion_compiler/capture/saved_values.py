@@ -20,10 +20,10 @@ from torch._functorch import partitioners
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-from fusion_compiler.ir import max_pool
 from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.effects import has_effect, is_random
+from fusion_compiler.ops.own import max_pool
 
 Budget = float | int | Literal["fast"]
 Choose = Callable[..., list[fx.Node]]

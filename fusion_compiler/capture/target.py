@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.capture.autocast import autocasting, with_kernel
-from fusion_compiler.ir.channel_order import order_of_result
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ops.own.channel_order import order_of_result
 
 GPU = torch.device("cuda", 0)
 _META = torch.device("meta")

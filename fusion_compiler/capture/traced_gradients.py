@@ -19,7 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.chunks import wide
-from fusion_compiler.ir.recurrent import KINDS, recurrent
+from fusion_compiler.ops.own.recurrent import KINDS, recurrent
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from fusion_compiler.codegen.tile import Store as StoreStatement
 from fusion_compiler.codegen.values import Tile
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Index, Load, Store, axes_in
-from fusion_compiler.ir.syntax import Expression, fm, lift, plus, tl
+from fusion_compiler.ops.syntax import Expression, fm, lift, plus, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import WORD

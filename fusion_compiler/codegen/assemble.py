@@ -47,7 +47,7 @@ from fusion_compiler.ir.loops import (
     symbols_of,
 )
 from fusion_compiler.ir.loops import Store as LoopStore
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
+from fusion_compiler.ops.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run

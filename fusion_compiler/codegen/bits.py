@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest, Node, operand_of, rounding_of
-from fusion_compiler.ir.syntax import Expression, fm, tl
+from fusion_compiler.ops.syntax import Expression, fm, tl
 from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.ir.loops import COLS
 from fusion_compiler.ir.moments import is_exact
-from fusion_compiler.ir.syntax import MINUS_INFINITY, Expression, Var, fm, tl
+from fusion_compiler.ops.syntax import MINUS_INFINITY, Expression, Var, fm, tl
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.shapes import WORD
 

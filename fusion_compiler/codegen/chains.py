@@ -27,7 +27,7 @@ from fusion_compiler.codegen.tile import Combine, Statement
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import Load, Reduce, operands_of, store_operands, with_operands
-from fusion_compiler.ir.syntax import Expression, Literal, Var
+from fusion_compiler.ops.syntax import Expression, Literal, Var
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shared_reductions import SharedReductions

@@ -25,7 +25,7 @@ from fusion_compiler.codegen.tile import (
     Wait,
 )
 from fusion_compiler.ir.loops import Reduce
-from fusion_compiler.ir.syntax import Expression, Name, Operand, Var, plus, tl
+from fusion_compiler.ops.syntax import Expression, Name, Operand, Var, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.shapes import padded
 

@@ -12,7 +12,7 @@ from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.row_tiles import RowTiles
 from fusion_compiler.codegen.tile import Assign, Boxes, For, Range, Signal, Wait
 from fusion_compiler.ir.loops import ROWS, axes_in
-from fusion_compiler.ir.syntax import Expression, Name, Var, fm, lift, plus, tl
+from fusion_compiler.ops.syntax import Expression, Name, Var, fm, lift, plus, tl
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from fusion_compiler.ir.loops import Compute, Value, wrapped
-from fusion_compiler.ir.ops import Operands, spec_of
-from fusion_compiler.ir.syntax import Expression, Global, Literal, fm, tl
+from fusion_compiler.ops.syntax import Expression, Global, Literal, fm, tl
+from fusion_compiler.ops.table import Operands, spec_of
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that select among the others
 _SMALL = (torch.int8, torch.uint8, torch.int16)

@@ -20,8 +20,8 @@ from fusion_compiler.ir.loops import (
     operands_of,
     store_operands,
 )
-from fusion_compiler.ir.ops import spec_of
-from fusion_compiler.ir.syntax import Var, fm
+from fusion_compiler.ops.syntax import Var, fm
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Place
 

@@ -19,7 +19,7 @@ import torch
 
 from fusion_compiler.codegen.tile import Assign, Statement, Update
 from fusion_compiler.ir.loops import Reduce, Scan
-from fusion_compiler.ir.syntax import PROPAGATE_NAN, Expression, Literal, Name, Var, fm, tl
+from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Name, Var, fm, tl
 
 Function = Callable[..., Expression]
 

@@ -30,7 +30,7 @@ from fusion_compiler.codegen.tile import (
     with_operands,
     writes,
 )
-from fusion_compiler.ir.syntax import Expression, Literal, Name, Var, Variable, fm, tl
+from fusion_compiler.ops.syntax import Expression, Literal, Name, Var, Variable, fm, tl
 
 
 def joined(body: list[Statement]) -> None:

@@ -64,7 +64,7 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.ir.loops import Value as Operand
-from fusion_compiler.ir.syntax import (
+from fusion_compiler.ops.syntax import (
     Call,
     Expression,
     Items,

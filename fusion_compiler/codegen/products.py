@@ -25,7 +25,7 @@ from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.codegen.words import WordEmitter
 from fusion_compiler.ir.loops import Load, Reduce, with_operands
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, fm, tl
+from fusion_compiler.ops.syntax import Expression, Items, Literal, Var, fm, tl
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.tile_products import (
     ONE,

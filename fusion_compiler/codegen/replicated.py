@@ -20,7 +20,7 @@ from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import Return, Statement
 from fusion_compiler.ir.loops import COLS, Axis, LoopNest, Node, Reduce, operands_of, renumber, with_operands
-from fusion_compiler.ir.syntax import Expression, Var
+from fusion_compiler.ops.syntax import Expression, Var
 from fusion_compiler.schedule.analysis import Analysis, waiting
 from fusion_compiler.schedule.placement import Placement, Stage
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of

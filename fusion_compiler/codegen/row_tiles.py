@@ -30,7 +30,7 @@ from fusion_compiler.ir.loops import (
     right_neighbours,
 )
 from fusion_compiler.ir.moments import HALVES
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Name, Var, lift, tl
+from fusion_compiler.ops.syntax import Expression, Items, Literal, Name, Var, lift, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 

@@ -38,7 +38,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ir.moments import is_exact
-from fusion_compiler.ir.syntax import Expression, Items, Var, fm, lift, tl
+from fusion_compiler.ops.syntax import Expression, Items, Var, fm, lift, tl
 from fusion_compiler.schedule.analysis import waiting
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place

@@ -31,8 +31,8 @@ from fusion_compiler.codegen.tile import (
     names,
     writes,
 )
-from fusion_compiler.ir import syntax
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Operand, Var, Variable, fm, tl
+from fusion_compiler.ops import syntax
+from fusion_compiler.ops.syntax import Expression, Global, Literal, Operand, Var, Variable, fm, tl
 
 
 def module(functions: Sequence[Function]) -> str:

@@ -10,7 +10,7 @@
                 | Wait(targets, boxes, like)      what other programs sent, once it has come
                 | Do(value)                       a call that returns nothing
                 | Return(values)
-    value      := Combine(reduction, tiles, axis) | expression (`ir/syntax.py`)
+    value      := Combine(reduction, tiles, axis) | expression (`ops/syntax.py`)
 
 Variables are objects (`syntax.Var`) that get their names when the program is printed (`text.py`), so passes
 (`passes.py`) can move and repeat statements. A loop's variable has a fixed name (`syntax.Name`).
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import cast
 
-from fusion_compiler.ir import syntax
 from fusion_compiler.ir.loops import Reduce
-from fusion_compiler.ir.syntax import Expression, Global, Literal, Name, Variable
+from fusion_compiler.ops import syntax
+from fusion_compiler.ops.syntax import Expression, Global, Literal, Name, Variable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion_compiler.codegen.tile import Statement, Value
-from fusion_compiler.ir.syntax import Expression, Name, Var
+from fusion_compiler.ops.syntax import Expression, Name, Var
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import NOWHERE
 from fusion_compiler.schedule.placement import Leaf, Placement

@@ -29,7 +29,7 @@ from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, Reduce, operands_of
-from fusion_compiler.ir.syntax import Expression, Items, Literal, Var, times, tl
+from fusion_compiler.ops.syntax import Expression, Items, Literal, Var, times, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, On, Place, Stage
 from fusion_compiler.schedule.shapes import WORD, are_apart

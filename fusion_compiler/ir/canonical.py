@@ -10,8 +10,8 @@ from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Node, Random
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.schema import short_name
 from fusion_compiler.ir.writes import base_of
+from fusion_compiler.ops.schema import short_name
 
 
 @dataclass(frozen=True)

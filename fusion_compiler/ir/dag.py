@@ -20,11 +20,11 @@ from torch.utils._sympy.functions import Max
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.eager_checks import refuses_node
-from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.recurrent import LAYERS
 from fusion_compiler.ir.reproducible import reproducible_values
-from fusion_compiler.ir.schema import bound, written
+from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.own.recurrent import LAYERS
+from fusion_compiler.ops.schema import bound, written
+from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten
 

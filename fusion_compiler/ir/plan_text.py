@@ -18,10 +18,10 @@ from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import GROUPS, INNER, TILE, axes_in
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
-from fusion_compiler.ir.recurrent import LAYERS
-from fusion_compiler.ir.schema import is_view, short_name
+from fusion_compiler.ops.own.recurrent import LAYERS
+from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.table import Kind
 
 SCHEMA = 2
 WIDTH = 110

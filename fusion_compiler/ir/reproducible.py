@@ -20,7 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.ir.ops import OpSpec, spec_of
+from fusion_compiler.ops.table import OpSpec, spec_of
 
 aten = torch.ops.aten
 _MARK = "fusion_compiler.reproducible"

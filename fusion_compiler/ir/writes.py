@@ -11,8 +11,8 @@ from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.put import put
-from fusion_compiler.ir.schema import written
+from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.schema import written
 
 
 def base_of(dag: OpDag, name: str) -> str | None:

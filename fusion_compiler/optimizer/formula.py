@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._sympy.printers import PythonPrinter
 
 from fusion_compiler.capture.decompositions import decomposition_table
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten
 PARAM, GRAD = "param", "grad"

@@ -31,7 +31,7 @@ from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Index, Load, LoopNest
-from fusion_compiler.ir.syntax import DTYPES, Expression, Global, Name, fm, plus, times, tl
+from fusion_compiler.ops.syntax import DTYPES, Expression, Global, Name, fm, plus, times, tl
 from fusion_compiler.optimizer.formula import GRAD, Formula, Refused
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from fusion_compiler.errors import FusionError, KernelError, MissingTritonError
 from fusion_compiler.ir.kernel import Kernel
-from fusion_compiler.ir.random import philox
+from fusion_compiler.ops.own.random import philox
 from fusion_compiler.optimizer.formula import Formula
 from fusion_compiler.optimizer.kernel import BLOCK, Variant, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu

@@ -11,9 +11,9 @@ from fusion_compiler.ir import plan_text
 from fusion_compiler.ir.dag import Op, TensorMeta
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Call, Cost, Rejected
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.movement import CLASSES, class_of
 from fusion_compiler.passes.fuse.why import Unit, Why
 from fusion_compiler.report.page import SCHEMA

@@ -37,7 +37,7 @@ from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ir.schema import CONTROL_FLOW, written
+from fusion_compiler.ops.schema import CONTROL_FLOW, written
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool, retried

@@ -16,7 +16,7 @@ from importlib.resources import files
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Random
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.run import Run

@@ -15,7 +15,6 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import ops
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint
 from fusion_compiler.ir.loops import (
@@ -37,6 +36,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     right_neighbours,
 )
+from fusion_compiler.ops import table as ops
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import Products
 

@@ -29,7 +29,7 @@ from torch import fx
 from torch.autograd import profiler
 from torch.fx.graph import CodeGen, PythonCode
 
-from fusion_compiler.ir import depthwise
+from fusion_compiler.ops.own import depthwise
 
 # Matrix products by torch's own bindings: two thirds of the host time of an ATen overload's call.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

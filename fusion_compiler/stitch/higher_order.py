@@ -18,8 +18,8 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fusion_compiler.ir.schema import CONTROL_FLOW
 from fusion_compiler.ir.views import laid, strides_of
+from fusion_compiler.ops.schema import CONTROL_FLOW
 
 _HIGHER = torch.ops.higher_order
 LOWERED = (_HIGHER.flex_attention, _HIGHER.flex_attention_backward)

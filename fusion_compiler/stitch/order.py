@@ -23,8 +23,8 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.overwrite import may_lie_over
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.schema import written
 from fusion_compiler.ir.writes import base_of, memory, root
+from fusion_compiler.ops.schema import written
 
 COLUMNS, SHOWN = 40, 4  # of a memory curve, and tensors named at its peak
 LEAST_PLACED = 1 << 20  # bytes of a result that is written over something: of less nothing is gained

@@ -15,17 +15,18 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fusion_compiler.errors import IndexRangeError
-from fusion_compiler.ir import depthwise, loops
+from fusion_compiler.ir import loops
 from fusion_compiler.ir.canonical import salts_of
 from fusion_compiler.ir.dag import OpDag, size_hints
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.graph_info import argument_name
 from fusion_compiler.ir.layout import is_view
-from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.views import laid, restrided, strides_of
 from fusion_compiler.ir.writes import base_of, memory, root
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.stitch.graph_source import GraphSource, quick
 from fusion_compiler.stitch.higher_order import LOWERED, lowered
 from fusion_compiler.stitch.order import Order, Step

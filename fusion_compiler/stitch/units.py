@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_compiler.ir.dag import OpDag, Source
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import modules_of, signature
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.stitch.order import ordered
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fusion_compiler as fc
 from fusion_compiler.capture import decompositions
 from fusion_compiler.capture.decompositions import decomposition_table
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 from tests.exactness import Compiled
 from tests.samples import opinfo_samples
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.image_decompositions import TABLE
-from fusion_compiler.ir import depthwise
+from fusion_compiler.ops.own import depthwise
 from fusion_compiler.passes.rewrites.pools import GLOBAL_AVERAGE_POOL
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import Compiled, not_as_close, wide

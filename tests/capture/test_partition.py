@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from fusion_compiler.capture import partition
-from fusion_compiler.ir import random
+from fusion_compiler.ops.own import random
 from tests import models
 
 aten = torch.ops.aten

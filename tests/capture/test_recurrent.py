@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import fusion_compiler as fc
 from fusion_compiler.errors import LostRecordError
-from fusion_compiler.ir.recurrent import recurrent
+from fusion_compiler.ops.own.recurrent import recurrent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*oneDNN.*", "ignore:.*is on cpu.*")
 

@@ -26,7 +26,7 @@ from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program, Role
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.syntax import Name, fm, tl
+from fusion_compiler.ops.syntax import Name, fm, tl
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.fuse.dependent import NOTE
 from fusion_compiler.runtime.builds import compile_build

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import fusion_compiler as fc
 from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.dims import numel
-from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.passes.fuse import candidates
 from fusion_compiler.passes.rewrites import row_ranges
 from tests.exactness import not_as_close

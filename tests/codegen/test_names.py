@@ -18,7 +18,7 @@ from fusion_compiler.errors import KernelError
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import COLS, ROWS
-from fusion_compiler.ir.syntax import Global, Literal, Name, Var
+from fusion_compiler.ops.syntax import Global, Literal, Name, Var
 from tests.exactness import Compiled
 from tests.nests import Nest
 

@@ -39,7 +39,7 @@ from fusion_compiler.codegen.tile import (
     writes,
 )
 from fusion_compiler.ir.kernel import Kernel, Role
-from fusion_compiler.ir.syntax import Expression, Name, Var, fm, libdevice, tl
+from fusion_compiler.ops.syntax import Expression, Name, Var, fm, libdevice, tl
 from fusion_compiler.runtime.interpreter import run_source
 from fusion_compiler.runtime.target import argument_type, compile_for
 from tests import ROOT

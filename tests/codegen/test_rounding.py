@@ -15,7 +15,7 @@ import fusion_compiler as fc
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, rounding_of
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.schema import short_name
+from fusion_compiler.ops.schema import short_name
 from fusion_compiler.schedule.analysis import Analysis
 
 HALVES = (torch.bfloat16, torch.float16)

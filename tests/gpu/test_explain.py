@@ -13,8 +13,8 @@ from torch import nn
 import fusion_compiler as fc
 from fusion_compiler.capture.attention_choice import Call, backend_of
 from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.table import Kind
 from tests.report.test_target import CASES
 
 DEVICE = "cuda"

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from fusion_compiler.ir.dag import Op, build
-from fusion_compiler.ir.schema import written
+from fusion_compiler.ops.schema import written
 
 aten = torch.ops.aten
 CONVOLUTION = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.ir.convolution_relu import convolution_relu
+from fusion_compiler.ops.own.convolution_relu import convolution_relu
 from fusion_compiler.passes.rewrites import convolution_relu as rule
 from fusion_compiler.passes.rewrites.convolution_relu import CONVOLUTION_RELU
 from tests.passes.test_rewrites import on_cuda, targets, traced, traced_on_cuda

@@ -13,14 +13,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture import image_decompositions
 from fusion_compiler.capture.decompositions import decomposition_table
-from fusion_compiler.ir import dag, depthwise
+from fusion_compiler.ir import dag
 from fusion_compiler.ir.convolution_times import MEASURED, PASSES, Convolution
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import INNER, LoopNest
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse import candidates, legality
 from fusion_compiler.passes.fuse.cluster import plan
 from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, work_in_windows

@@ -14,7 +14,7 @@ from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Random
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.random import seed, uniform
+from fusion_compiler.ops.own.random import seed, uniform
 from fusion_compiler.passes.fuse import memo
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.passes.fuse.memo import Memo

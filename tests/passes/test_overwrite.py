@@ -13,7 +13,7 @@ import fusion_compiler as fc
 from fusion_compiler.codegen.passes import stored_late
 from fusion_compiler.codegen.tile import Assign, For, Range, Statement, Store
 from fusion_compiler.ir.loops import LARGEST_TILE
-from fusion_compiler.ir.syntax import Name
+from fusion_compiler.ops.syntax import Name
 from fusion_compiler.stitch import order
 from tests.exactness import not_as_close
 from tests.kernel_text import parsed

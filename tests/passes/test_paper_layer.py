@@ -18,7 +18,7 @@ import fusion_compiler as fc
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
-from fusion_compiler.ir.schema import short_name
+from fusion_compiler.ops.schema import short_name
 
 BATCH, LENGTH, HIDDEN, HEADS, INNER = 8, 512, 1024, 16, 4096
 ROWS = BATCH * LENGTH

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from fusion_compiler.ir.permuted_rows import permuted_rows
+from fusion_compiler.ops.own.permuted_rows import permuted_rows
 from fusion_compiler.passes.rewrites.permuted_rows import permute_rows
 from tests.passes.test_rewrites import targets, traced
 

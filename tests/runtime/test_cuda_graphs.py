@@ -23,7 +23,7 @@ from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import size_hints
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
-from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.binding import SHARED_BYTES, ZeroedScratch, unkept_scratch

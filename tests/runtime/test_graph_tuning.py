@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.ir import random
 from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ops.own import random
 from fusion_compiler.runtime import graph_tuning
 from fusion_compiler.runtime.cuda_graphs import repeatable
 from fusion_compiler.runtime.graph_tuning import GraphTuning

@@ -20,8 +20,8 @@ from fusion_compiler.ir.dag import Op, TensorMeta
 from fusion_compiler.ir.device import DEVICES, device_spec
 from fusion_compiler.ir.dims import FEW, hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Value
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, eager_cost
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.schedule.analysis import Analysis

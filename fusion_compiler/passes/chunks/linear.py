@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.chunks.rows import of_sizes
 
 aten = torch.ops.aten

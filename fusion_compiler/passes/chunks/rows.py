@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.chunks import Rows
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten
 

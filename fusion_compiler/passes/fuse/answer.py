@@ -14,7 +14,7 @@ from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Rejected
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.ir.schema import is_view
+from fusion_compiler.ops.schema import is_view
 from fusion_compiler.passes.fuse.source_lookup import NameReference, references
 from fusion_compiler.passes.fuse.why import Why
 

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.ir import depthwise, layout
+from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
-from fusion_compiler.ir.ops import Kind, spec_of
 from fusion_compiler.ir.plan_data import Cost, Leftover
 from fusion_compiler.ir.writes import bases, waits
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, tokens_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call

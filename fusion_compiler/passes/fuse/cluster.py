@@ -16,12 +16,12 @@ from fusion_compiler.ir.decision import Decisions, noted
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, Load, LoopNest
-from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.reproducible import is_joint
-from fusion_compiler.ir.schema import short_name
+from fusion_compiler.ops.schema import short_name
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
 from fusion_compiler.passes.fuse.horizontal import launches

@@ -14,13 +14,13 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import depthwise
 from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_in, axes_of
-from fusion_compiler.ir.ops import spec_of
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline

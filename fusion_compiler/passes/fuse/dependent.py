@@ -36,8 +36,8 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.ir.schema import written
 from fusion_compiler.ir.writes import memory
+from fusion_compiler.ops.schema import written
 
 NOTE = "dependent launch"
 # Clusters are bound by launches if they take less on average: a kernel that starts early saves two or three

@@ -13,7 +13,7 @@ import sympy
 
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.loops import COLS, INNER, ROWS, LoopNest, Reduce, Scan, axes_in, reduced_groups
-from fusion_compiler.ir.ops import Kind
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.schedule.products import Products

@@ -33,7 +33,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import sums_of_products

@@ -7,11 +7,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import Op
-from fusion_compiler.ir.ops import Kind
-from fusion_compiler.ir.put import put
-from fusion_compiler.ir.random import seed
-from fusion_compiler.ir.recurrent import OPERATORS
-from fusion_compiler.ir.schema import CONTROL_FLOW
+from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.own.random import seed
+from fusion_compiler.ops.own.recurrent import OPERATORS
+from fusion_compiler.ops.schema import CONTROL_FLOW
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.patterns import USER_NAMESPACE
 
 # Data decides which places these write, and how often.
@@ -20,7 +20,7 @@ SCATTERS = frozenset({
     "embedding_dense_backward",
 })  # fmt: skip
 
-# Sums of rows are sorted by these (`ir/sum_rows.py`); a sort that is not asked to be stable wants a kernel.
+# These sort sums of rows (`ops/own/sum_rows.py`). A sort that is not asked to be stable needs a kernel.
 SORTS = (torch.ops.aten.sort.stable, torch.ops.aten.searchsorted.Tensor)
 
 

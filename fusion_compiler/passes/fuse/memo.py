@@ -11,7 +11,7 @@ from fusion_compiler.ir.dag import OpDag, Ref
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Load, LoopNest, Node, Random, exact
 from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.ir.random import uniform
+from fusion_compiler.ops.own.random import uniform
 from fusion_compiler.passes.lower.ranges import lookups
 from fusion_compiler.passes.lower.space import Illegal
 

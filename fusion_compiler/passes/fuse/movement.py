@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import sympy
 
-from fusion_compiler.ir import depthwise, layout
+from fusion_compiler.ir import layout
 from fusion_compiler.ir.calls import EagerCall
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Call
-from fusion_compiler.ir.random import seed
-from fusion_compiler.ir.schema import is_view, short_name
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.own.random import seed
+from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost, one_after_the_other
 
 L2_SHARE = 0.25  # the share of L2 that a tensor may fill and still be there when the next kernel reads it

@@ -13,9 +13,9 @@ Products of few rows read kilobytes beside their matrices: each product computes
 
 from __future__ import annotations
 
-from fusion_compiler.ir import depthwise
-from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.sum_rows import COMBINES
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.own.sum_rows import COMBINES
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.space import Illegal

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan_data import Rejected
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.reach import Reach
 from fusion_compiler.passes.lower.effort import ATTEMPT

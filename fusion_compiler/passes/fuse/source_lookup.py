@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.schema import short_name
 from fusion_compiler.ir.sources import Frame, frames_of
+from fusion_compiler.ops.schema import short_name
 
 _OPEN, _CLOSE = "([{", ")]}"
 

@@ -12,9 +12,9 @@ from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import nbytes
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Hints
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.schema import is_view
+from fusion_compiler.ops.schema import is_view
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.schedule.cost import NO_HINTS
 

@@ -14,11 +14,11 @@ from functools import cached_property
 import networkx as nx
 
 from fusion_compiler.ir.dag import Op
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Cost, Rejected
-from fusion_compiler.ir.recurrent import LAYERS
-from fusion_compiler.ir.schema import is_view, short_name
+from fusion_compiler.ops.own.recurrent import LAYERS
+from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cluster import solve
 from fusion_compiler.passes.fuse.cost import contraction_cost

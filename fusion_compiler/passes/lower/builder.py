@@ -28,7 +28,7 @@ from fusion_compiler.ir.loops import (
     Value,
     wrapped,
 )
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.passes.lower.space import Coords, compute_dtype
 
 aten = torch.ops.aten

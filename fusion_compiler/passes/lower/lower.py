@@ -55,9 +55,9 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
 )
-from fusion_compiler.ir.ops import Kind, spec_of
-from fusion_compiler.ir.put import put
 from fusion_compiler.ir.writes import meta_of, stored_shape
+from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.lower import scans
 from fusion_compiler.passes.lower.algebra import corrected_means
 from fusion_compiler.passes.lower.builder import Builder

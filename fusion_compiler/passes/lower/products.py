@@ -19,7 +19,7 @@ import torch
 
 from fusion_compiler.ir.dag import LEAST_SHARING, Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product
-from fusion_compiler.ir.experts import expert_mm
+from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ import torch
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, not_above, product, simple
-from fusion_compiler.ir.experts import expert_mm
-from fusion_compiler.ir.put import put
 from fusion_compiler.ir.writes import meta_of
+from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.own.put import put
 
 aten = torch.ops.aten
 Range = tuple[Dim, Dim]

@@ -19,7 +19,7 @@ from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.ir.index import axis, combine, shifted
 from fusion_compiler.ir.loops import COLS, Compute, Coordinate, Index, InRange, Reduce, Scan, Value, axes_in
-from fusion_compiler.ir.ops import spec_of
+from fusion_compiler.ops.table import spec_of
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusion_compiler.ir import depthwise, layout
+from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
 from fusion_compiler.ir.loops import COLS, ROWS, Index
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.writes import stored_shape
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import layout, sum_rows
+from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, Ref
 from fusion_compiler.ir.dims import Dim, simple, strides_of
 from fusion_compiler.ir.index import ZERO, combine, flatten, shifted
@@ -31,6 +31,7 @@ from fusion_compiler.ir.loops import (
     exact,
 )
 from fusion_compiler.ir.writes import indexed
+from fusion_compiler.ops.own import sum_rows
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
@@ -257,7 +258,7 @@ def looked_up(
 
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """Return the sum of a ragged segment of rows (see ir/sum_rows.py)."""
+    """Return the sum of a ragged segment of rows (see ops/own/sum_rows.py)."""
     rows = op.operand("rows")
     order = layout.argument(op, 1, "order", None)
     each = layout.argument(op, 4, "each", 1)

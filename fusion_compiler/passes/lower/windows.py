@@ -1,5 +1,5 @@
-"""Reductions over windows, here in one dimension: depthwise convolutions (`ir/depthwise.py`), pooling, and
-the gradients of convolutions and averages.
+"""Reduce windows, here in one dimension: depthwise convolutions (`ops/own/depthwise.py`), pooling, and the
+gradients of convolutions and averages.
 
     y[n, c, i]  = sum over r        of  x[n, c, place(i, r)] * w[c, 0, r]       place(i, r) = stride * i
     dx[n, c, j] = sum over i and r  of  dy[n, c, i] * w[c, 0, r]                              - padding
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import depthwise, max_pool
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import ZERO, combine, shifted
 from fusion_compiler.ir.loops import Compute, Coordinate, Index, Reduce, Value
-from fusion_compiler.ir.schema import bound
+from fusion_compiler.ops.own import depthwise, max_pool
+from fusion_compiler.ops.schema import bound
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import emit
 from fusion_compiler.ir.dag import Op, OpDag, TensorMeta, argument_of
-from fusion_compiler.ir.ops import Kind
 from fusion_compiler.ir.pattern_text import parameter_names
+from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.patterns.trace import Traced
 from fusion_compiler.patterns import Pattern
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.capture.graphs import arguments, mutated_nodes
 from fusion_compiler.ir.graph_pass import Refused
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import (
     COPIES,
     PERMUTATIONS,

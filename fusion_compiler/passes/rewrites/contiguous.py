@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
 _aten = torch.ops.aten

@@ -3,9 +3,9 @@
     relu(conv2d(x, w, b))       ->   convolution_relu(x, w, b)
     relu(conv2d(x, w, b) + z)   ->   convolution_relu(x, w, b, z)
 
-cuDNN computes it in 16 bits with channels innermost, if no gradient is wanted (`ir/convolution_relu.py`).
-Measured on an H200 over the convolutions of a ResNet-50 with 128 images: the first takes as long as the
-convolution alone, the second less than the convolution and a kernel behind it.
+cuDNN computes it in 16 bits with channels innermost, if no gradient is wanted
+(`ops/own/convolution_relu.py`). Measured on an H200 over the convolutions of a ResNet-50 with 128 images: the
+first takes as long as the convolution alone, the second less than the convolution and a kernel behind it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.ir.convolution_relu import convolution_relu, is_one_kernel
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ops.own.convolution_relu import convolution_relu, is_one_kernel
 from fusion_compiler.passes.rewrites.engine import Rule, Rules, rule
 from fusion_compiler.passes.rewrites.innermost_channels import has_tensor_units
 

@@ -17,7 +17,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.dag import CONVERSIONS
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.ir.ops import Kind, spec_of
+from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 
 _aten = torch.ops.aten

@@ -30,7 +30,7 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.ir.dag import Ref, dim_of, step_of
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Refused
-from fusion_compiler.ir.schema import is_view
+from fusion_compiler.ops.schema import is_view
 from fusion_compiler.passes.patterns.match import Match, match_all
 from fusion_compiler.passes.patterns.recorded import Recorded, recorded, region, roots_of
 from fusion_compiler.passes.patterns.trace import Traced

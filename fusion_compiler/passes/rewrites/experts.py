@@ -28,8 +28,8 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.dims import Dim
-from fusion_compiler.ir.experts import expert_mm
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 from fusion_compiler.passes.rewrites.routing import GROUPED, Routing, routing_of, unsort
 

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, emit, hinted, wants_gradient
-from fusion_compiler.ir.few_queries import attend
 from fusion_compiler.ir.graph_pass import Pass, Refused
-from fusion_compiler.ir.schema import is_view
+from fusion_compiler.ops.own.few_queries import attend
+from fusion_compiler.ops.schema import is_view
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 

@@ -31,7 +31,6 @@ from fusion_compiler.capture.graphs import (
     trace_again,
     wants_gradient,
 )
-from fusion_compiler.ir.channel_order import dimensions_in_memory, to_memory_format
 from fusion_compiler.ir.convolution_times import (
     COPY,
     PASSES,
@@ -43,7 +42,8 @@ from fusion_compiler.ir.convolution_times import (
 )
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Pass, Refused
-from fusion_compiler.ir.group_norm import group_norm
+from fusion_compiler.ops.own.channel_order import dimensions_in_memory, to_memory_format
+from fusion_compiler.ops.own.group_norm import group_norm
 from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS
 from fusion_compiler.passes.rewrites.padded_groups import convolve_padded
 

@@ -4,7 +4,7 @@
                                                              z = permuted_rows(y, inverse(p), p, 1)
 
 A mixture of experts sorts its rows by expert and puts them back. Autograd's gradient of x[p] adds up in a
-scatter, as p may be any index; a permutation has each place once (`ir/permuted_rows.py`).
+scatter, as p may be any index; a permutation has each place once (`ops/own/permuted_rows.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusion_compiler.capture.graphs import (
 )
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.ir.permuted_rows import permuted_rows
+from fusion_compiler.ops.own.permuted_rows import permuted_rows
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.ir.max_pool import max_pool
+from fusion_compiler.ops.own.max_pool import max_pool
 from fusion_compiler.passes.rewrites.engine import Rule, Rules, rule
 
 aten = torch.ops.aten

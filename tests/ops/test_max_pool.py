@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler.ir.group_norm import group_norm
-from fusion_compiler.ir.max_pool import max_pool
+from fusion_compiler.ops.own.group_norm import group_norm
+from fusion_compiler.ops.own.max_pool import max_pool
 from fusion_compiler.passes.rewrites.pools import MAX_POOL
 
 # kernel, stride, padding, ceil_mode

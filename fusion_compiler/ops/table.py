@@ -5,7 +5,7 @@ its operands to a Triton expression) and what it *costs* (operations per output 
 and dtypes never come from here: FakeTensor knows them.
 
 How an expression is filled in. A row's function is called with every argument of the schema, defaults
-included, by its name: a tensor as a tree (`ir/syntax.py`), a number as a `Literal`, anything else as it is.
+included, by its name: a tensor as a tree (`ops/syntax.py`), a number as a `Literal`, anything else as it is.
 A function that kernels import, `tl.floor` say, is called with them in the schema's order. A tensor argument
 may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a literal as float32, so where the
 result is float64 a number that float32 does not hold is written `tl.full((), 0.1, tl.float64)`. The result is
@@ -27,8 +27,8 @@ from enum import StrEnum
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import depthwise, max_pool, put, random, running, sum_rows
-from fusion_compiler.ir.syntax import (
+from fusion_compiler.ops.own import depthwise, max_pool, put, random, running, sum_rows
+from fusion_compiler.ops.syntax import (
     INFINITY,
     MINUS_INFINITY,
     PROPAGATE_NAN,

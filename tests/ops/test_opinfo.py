@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from tests.ir import test_compile_ops
 from tests.opinfo import Outcome, swept, swept_errors, swept_layouts
+from tests.ops import test_compile_ops
 
 REST = [i for i in op_db if i not in test_compile_ops.INFOS and torch.float32 in i.dtypes]
 

@@ -25,8 +25,8 @@ from fusion_compiler.codegen.expression import (
 )
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
-from fusion_compiler.ir.ops import OPS, OpSpec, spec_of
-from fusion_compiler.ir.syntax import Expression, Literal, Name, lift, literal
+from fusion_compiler.ops.syntax import Expression, Literal, Name, lift, literal
+from fusion_compiler.ops.table import OPS, OpSpec, spec_of
 from fusion_compiler.passes.lower.space import SUPPORTED, compute_dtype
 from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build

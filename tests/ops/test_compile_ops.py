@@ -21,9 +21,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fusion_compiler as fc
-from fusion_compiler.ir.ops import OPS
+from fusion_compiler.ops.table import OPS
 from tests.exactness import Compiled, not_as_close, wide
-from tests.ir.test_ops import EXPRESSIONS, call, reaches_kernel, samples
+from tests.ops.test_ops import EXPRESSIONS, call, reaches_kernel, samples
 from tests.samples import opinfo_samples
 
 # What is made of the table's operators.

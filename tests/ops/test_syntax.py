@@ -13,7 +13,7 @@ import triton.language
 from triton.language.extra import libdevice
 
 import fusion_compiler.codegen.math as device
-from fusion_compiler.ir.syntax import (
+from fusion_compiler.ops.syntax import (
     Binary,
     Expression,
     Literal,

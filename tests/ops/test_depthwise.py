@@ -10,9 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.ir import dag, depthwise
-from fusion_compiler.ir.channel_order import order_of_result
-from fusion_compiler.ir.ops import Kind, is_always_held
+from fusion_compiler.ir import dag
+from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.own.channel_order import order_of_result
+from fusion_compiler.ops.table import Kind, is_always_held
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import not_as_close
 

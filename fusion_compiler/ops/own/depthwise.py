@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.channel_order import order_of_result
+from fusion_compiler.ops.own.channel_order import order_of_result
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of which a library's results lie as these do
 
