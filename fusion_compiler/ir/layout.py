@@ -9,41 +9,37 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, regroup, shifted
 from fusion_compiler.ir.loops import Index
-
-aten = torch.ops.aten
-
-VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.permute.default,
-    aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.alias.default,
-    aten.detach.default, aten.split_with_sizes.default, aten.split.Tensor, aten.unbind.int,
-    aten.lift_fresh_copy.default, aten.diagonal.default,
-})  # fmt: skip
-
-
-# Views that are ranges of their operand -> the position of their `dim` argument.
-PARTS: dict[object, int] = {
-    aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1, aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-}  # fmt: skip
+from fusion_compiler.ops import views
+from fusion_compiler.ops.schema import bound
+from fusion_compiler.ops.views import Diagonal, Expanded, Part, Permuted, Reshaped, Selected
 
 
 def is_view(op: Op) -> bool:
     """True if the op only reads its operand at other coordinates."""
-    return op.target in VIEWS or (op.target is operator.getitem and op.kind == "layout")
+    return views.is_view(op.target) or (op.target is operator.getitem and op.kind == "layout")
 
 
 def is_view_node(node: fx.Node) -> bool:
     """True if an fx node only reads its operand at other coordinates."""
     part = node.target is operator.getitem
-    return (node.args[0].target if part else node.target) in VIEWS  # type: ignore[union-attr]
+    return views.is_view(node.args[0].target if part else node.target)  # type: ignore[union-attr]
+
+
+def view_of_node(node: fx.Node) -> views.View | None:
+    """Return which elements of its operand the result of an fx node has; None for what is no view."""
+    source = node.args[0] if node.args else None
+    if not isinstance(node.target, OpOverload) or not isinstance(source, fx.Node):
+        return None
+    if not views.is_view(node.target):
+        return None
+    return views.view_of(node.target, source.meta["val"].shape, bound(node.target, node.args, node.kwargs))
 
 
 def argument(op: Op, position: int, name: str, default: object = None) -> object:
@@ -53,62 +49,42 @@ def argument(op: Op, position: int, name: str, default: object = None) -> object
     return dict(op.kwargs).get(name, default)
 
 
-def wrap(dim: int, rank: int) -> int:
-    return dim + rank if dim < 0 else dim
+def view_of(dag: OpDag, op: Op) -> tuple[str, views.View]:
+    """Return the operand of a view, and which elements of it the view has (`ops/views.py`)."""
+    part = op.args[1] if op.target is operator.getitem else None
+    call = op if part is None else dag.op(op.first)
+    assert isinstance(call.target, OpOverload) and (part is None or isinstance(part, int))
+    shape = dag.op(call.first).outputs[0].shape
+    view = views.view_of(call.target, shape, bound(call.target, call.args, dict(call.kwargs)), part)
+    assert view is not None
+    return call.first, view
 
 
 def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tuple[str, tuple[Index, ...]]:
     """Return (operand, coordinates in it) of the element of a view at `coords`."""
-    target = op.target
-    if target is operator.getitem:
-        return _pull_part(dag, op, coords)
-    source = op.first
+    source, view = view_of(dag, op)
     shape = dag.op(source).outputs[0].shape
-    out_shape = op.outputs[0].shape
-    rank = len(shape)
-    if target is aten.permute.default:
-        order = [wrap(d, rank) for d in op.args[1]]  # type: ignore[union-attr]
-        inner = [ZERO] * rank
-        for position, dim in enumerate(order):
-            inner[dim] = coords[position]
-        return source, tuple(inner)
-    if target in (aten.transpose.int, aten.t.default):
-        a, b = (0, 1) if target is aten.t.default else (wrap(d, rank) for d in op.args[1:3])  # type: ignore[arg-type]
-        inner = list(coords)
-        if rank > 1:
-            inner[a], inner[b] = inner[b], inner[a]
-        return source, tuple(inner)
-    if target is aten.slice.Tensor:
-        dim = _dim_of_part(op, rank)
-        start = argument(op, 2, "start") or 0
-        step = argument(op, 4, "step", 1)
-        if isinstance(start, int) and start < 0:
-            start = start + shape[dim]
-        if isinstance(start, int) and isinstance(shape[dim], int):
-            start = min(max(start, 0), shape[dim])
-        moved = shifted(combine([(coords[dim], step)]), start)  # type: ignore[list-item, arg-type]
-        return source, (*coords[:dim], moved, *coords[dim + 1 :])
-    if target is aten.select.int:
-        dim = _dim_of_part(op, rank)
-        index = op.args[2]
-        if isinstance(index, int) and index < 0:
-            index = index + shape[dim]
-        if isinstance(index, Ref):
-            raise NotExpressible("select at an index that is data")
-        return source, (*coords[:dim], Index(index, ()), *coords[dim:])  # type: ignore[arg-type]
-    if target is aten.diagonal.default:
-        offset = argument(op, 1, "offset", 0)
-        first, second = (wrap(argument(op, i, f"dim{i - 1}", i - 2), rank) for i in (2, 3))  # type: ignore[arg-type]
-        assert isinstance(offset, int)
-        others = iter(coords[:-1])
-        diagonal = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
-        return source, tuple(diagonal[d] if d in diagonal else next(others) for d in range(rank))
-    if target is aten.expand.default:
-        lead = len(out_shape) - rank
-        return source, tuple(ZERO if s == 1 else c for s, c in zip(shape, coords[lead:], strict=True))
-    if target in (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default):
-        return source, coords
-    return source, regroup(coords, out_shape, shape, extents)
+    match view:
+        case Permuted(order):
+            inner = tuple(coords[order.index(d)] for d in range(len(shape)))
+        case Part(dim, start, step):
+            moved = shifted(combine([(coords[dim], step)]), start)
+            inner = (*coords[:dim], moved, *coords[dim + 1 :])
+        case Selected(dim, index):
+            if isinstance(index, Ref):
+                raise NotExpressible("select at an index that is data")
+            inner = (*coords[:dim], Index(index, ()), *coords[dim:])
+        case Diagonal(first, second, offset):
+            others = iter(coords[:-1])
+            along = {first: shifted(coords[-1], max(-offset, 0)), second: shifted(coords[-1], max(offset, 0))}
+            inner = tuple(along[d] if d in along else next(others) for d in range(len(shape)))
+        case Expanded():
+            lead = len(coords) - len(shape)
+            inner = tuple(ZERO if s == 1 else c for s, c in zip(shape, coords[lead:], strict=True))
+        case Reshaped():
+            same = op.outputs[0].shape == shape
+            inner = coords if same else regroup(coords, op.outputs[0].shape, shape, extents)
+    return source, inner
 
 
 @dataclass(frozen=True)
@@ -125,36 +101,12 @@ class Cut:
 
 def cut_of(dag: OpDag, op: Op) -> Cut | None:
     """Return the range of its operand that a view reads; None for other views, and if the range is data."""
-    part = op.target is operator.getitem
-    view = dag.op(op.first) if part else op
-    if view.target not in PARTS or not op.outputs:
+    if not is_view(op) or not op.outputs:
         return None
-    source, shape = view.first, op.outputs[0].shape
-    rank = len(dag.op(source).outputs[0].shape)
-    if argument(op, 4, "step", 1) != 1 and not part:
-        return None
-    try:
-        _, first = pull(dag, op, (ZERO,) * len(shape), Extents(()))
-    except NotExpressible:
-        return None
-    dim, keeps = _dim_of_part(view, rank), len(shape) == rank
-    return Cut(source, dim, first[dim].const, shape[dim] if keeps else 1, keeps)
-
-
-def _dim_of_part(op: Op, rank: int) -> int:
-    """Return the dimension along which a view is a range."""
-    return wrap(argument(op, PARTS[op.target], "dim", 0), rank)  # type: ignore[arg-type]
-
-
-def _pull_part(dag: OpDag, op: Op, coords: tuple[Index, ...]) -> tuple[str, tuple[Index, ...]]:
-    """Return (operand, coordinates in it) of an element of one result of split, chunk or unbind."""
-    parent = dag.op(op.first)
-    source = parent.first
-    rank = len(dag.op(source).outputs[0].shape)
-    part = op.args[1]
-    assert isinstance(part, int)
-    dim = _dim_of_part(parent, rank)
-    if parent.target is aten.unbind.int:
-        return source, (*coords[:dim], Index(part, ()), *coords[dim:])
-    start = sum((parent.outputs[i].shape[dim] for i in range(part)), 0)
-    return source, (*coords[:dim], shifted(coords[dim], start), *coords[dim + 1 :])
+    match view_of(dag, op):
+        case source, Part(dim, start, 1):
+            return Cut(source, dim, start, op.outputs[0].shape[dim], True)
+        case source, Selected(dim, index) if not isinstance(index, Ref):
+            return Cut(source, dim, index, 1, False)
+        case _:
+            return None

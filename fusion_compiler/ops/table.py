@@ -42,6 +42,7 @@ from fusion_compiler.ops.syntax import (
     libdevice,
     tl,
 )
+from fusion_compiler.ops.views import SPLITS, VIEWS
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -600,25 +601,8 @@ _SCANS = (
 )
 
 _LAYOUTS = _layout(
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.expand.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.diagonal.default,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.alias.default,
-    aten.detach.default,
+    *VIEWS,
+    *SPLITS,
     aten.cat.default,
     aten.stack.default,
     aten.constant_pad_nd.default,

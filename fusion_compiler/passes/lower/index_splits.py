@@ -21,6 +21,7 @@ from fusion_compiler.ir.dims import Dim, product, quotient, simple, smaller
 from fusion_compiler.ir.index import axis, combine
 from fusion_compiler.ir.loops import Index
 from fusion_compiler.ir.writes import stored_shape
+from fusion_compiler.ops.views import wrap
 
 aten = torch.ops.aten
 MOST_PIECES = 8  # every piece's values stay in registers until they are stored
@@ -166,7 +167,7 @@ def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:
 
 
 def _dim(op: Op, position: int) -> int:
-    return layout.wrap(layout.argument(op, position, "dim", 0), len(op.outputs[0].shape))  # type: ignore[arg-type]
+    return wrap(layout.argument(op, position, "dim", 0), len(op.outputs[0].shape))  # type: ignore[arg-type]
 
 
 def _cat(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:

@@ -58,6 +58,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.writes import meta_of, stored_shape
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.table import Kind, spec_of
+from fusion_compiler.ops.views import Permuted
 from fusion_compiler.passes.lower import scans
 from fusion_compiler.passes.lower.algebra import corrected_means
 from fusion_compiler.passes.lower.builder import Builder
@@ -413,15 +414,9 @@ class Lowering(Builder):
         shape, out = self.dag.op(op.first).outputs[0].shape, op.outputs[0].shape
         if product(shape) != product(out) or op.target is operator.getitem:
             return None
-        if op.target in (aten.permute.default, aten.transpose.int, aten.t.default):
-            rank = len(shape)
-            order = list(range(rank))
-            if op.target is aten.permute.default:
-                order = [layout.wrap(d, rank) for d in op.args[1]]  # type: ignore[union-attr]
-            elif rank > 1:
-                a, b = (0, 1) if op.target is aten.t.default else (layout.wrap(d, rank) for d in op.args[1:3])  # type: ignore[arg-type]
-                order[a], order[b] = order[b], order[a]
-            return tuple(coords[d] for d in order)
+        _, view = layout.view_of(self.dag, op)
+        if isinstance(view, Permuted):
+            return tuple(coords[d] for d in view.order)
         try:
             return regroup(coords, shape, out, self.extents)
         except NotExpressible:

@@ -20,6 +20,7 @@ from fusion_compiler.ir.dims import Dim, not_above, product, simple
 from fusion_compiler.ir.writes import meta_of
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.views import wrap
 
 aten = torch.ops.aten
 Range = tuple[Dim, Dim]
@@ -55,7 +56,7 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
     elif op.target is expert_mm:
         pairs = [(0, op.args[2])]
     elif op.target in (aten.gather.default, aten.index_select.default):
-        pairs = [(layout.wrap(op.args[1], len(shape)), op.args[2])]  # type: ignore[arg-type]
+        pairs = [(wrap(op.args[1], len(shape)), op.args[2])]  # type: ignore[arg-type]
     else:
         indices = op.args[3] if op.target is put else op.args[1]
         pairs = [(i, a) for i, a in enumerate(indices) if a is not None]  # type: ignore[arg-type]
@@ -125,7 +126,7 @@ class _Ranges:
             return None
         position, default = _PLACES[op.target]
         dim = layout.argument(op, position, "dim", default)
-        count = shape[layout.wrap(dim, len(shape))] if isinstance(dim, int) and shape else product(shape)
+        count = shape[wrap(dim, len(shape))] if isinstance(dim, int) and shape else product(shape)
         return 0, simple(count - 1)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.ir.index import axis, combine, shifted
 from fusion_compiler.ir.loops import COLS, Compute, Coordinate, Index, InRange, Reduce, Scan, Value, axes_in
 from fusion_compiler.ops.table import spec_of
+from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 
@@ -68,7 +68,7 @@ def scan_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
 
 def _flips(op: Op, dim: int) -> bool:
     dims = op.args[1] if op.target is aten.flip.default else ()
-    return dim in [layout.wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
+    return dim in [wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
 
 
 class Scans:

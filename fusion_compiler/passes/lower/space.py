@@ -14,6 +14,7 @@ from fusion_compiler.ir.loops import COLS, ROWS, Index
 from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind
+from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
 
@@ -116,7 +117,7 @@ def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
     if arg is None or arg == ():
         return tuple(range(rank))
     dims = arg if isinstance(arg, tuple) else (arg,)
-    return () if rank == 0 else tuple(sorted(layout.wrap(d, rank) for d in dims))  # type: ignore[arg-type]
+    return () if rank == 0 else tuple(sorted(wrap(d, rank) for d in dims))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def reduced_by(dag: OpDag, op: Op) -> Reduced:
 def scanned_dim(op: Op) -> int | None:
     """Return the dimension of a scan, counted from the front; None for a 0-d tensor."""
     rank = len(op.outputs[0].shape)
-    return layout.wrap(layout.argument(op, 1, "dim"), rank) if rank else None  # type: ignore[arg-type]
+    return wrap(layout.argument(op, 1, "dim"), rank) if rank else None  # type: ignore[arg-type]
 
 
 def anchor_space(

@@ -32,6 +32,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.ops.own import sum_rows
+from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
@@ -49,7 +50,7 @@ FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, 
 def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
     tensors = [t for t in tensors if build.dag.op(t).outputs[0].shape != (0,)]
-    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dim = wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
     dtype = compute_dtype(op.outputs[0].dtype)
     result: int | None = None
     end: Dim = 0
@@ -72,7 +73,7 @@ def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    dim = layout.wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dim = wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
     dtype = compute_dtype(op.outputs[0].dtype)
     inner = (*coords[:dim], *coords[dim + 1 :])
     result: int | None = None
@@ -117,7 +118,7 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     base, source = op.operand("self"), op.operand("src")
     shape = op.outputs[0].shape
-    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
+    dim = wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     step = layout.argument(op, 5, "step", 1)
     start = layout.argument(op, 3, "start") or 0
     if isinstance(start, int) and start < 0:  # guards exclude a smaller symbol
@@ -132,7 +133,7 @@ def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -
 def _scatter_select(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     base, source = op.operand("self"), op.operand("src")
     shape = op.outputs[0].shape
-    dim = layout.wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
+    dim = wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
     index = layout.argument(op, 3, "index", 0)
     if isinstance(index, int) and index < 0:
         index = index + shape[dim]
@@ -189,7 +190,7 @@ def _overlay_with_steps(
 
 def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     shape = op.outputs[0].shape
-    dims = [layout.wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
+    dims = [wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
     turned = tuple(
         shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
     )

@@ -23,19 +23,16 @@ from fusion_compiler.capture.graphs import arguments, mutated_nodes
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import (
-    COPIES,
-    PERMUTATIONS,
-    RESHAPES,
     Axes,
     Dim,
     Layout,
+    rearrangement,
     shape_of,
 )
 from fusion_compiler.passes.rewrites.constants import base_name, constant
 from fusion_compiler.passes.rewrites.products import PRODUCTS, Product, product_of
 
 _aten = torch.ops.aten
-_LAYOUTS = RESHAPES | PERMUTATIONS | COPIES
 _SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
 _CASTS = {"to", "_to_copy", "type_as"}
 
@@ -213,7 +210,7 @@ def _after(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
     if name == "dropout":
         named = arguments(node)
         yield named["input"], _Step(node, dropout=named["p"] if named["train"] else 0.0)
-    elif node.target in _LAYOUTS or name in _CASTS:
+    elif rearrangement(node) or name in _CASTS:
         yield from _steps(node)
     elif _is_elementwise(node):
         for source in node.all_input_nodes:
@@ -223,7 +220,7 @@ def _after(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
 def _steps(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
     """Yield the effects that a node may have on scores, each with the operand that would be these."""
     name = base_name(node)
-    if node.target in _LAYOUTS:
+    if rearrangement(node):
         yield node.all_input_nodes[0], _Step(node)
     elif name in _CASTS:
         source = arguments(node)["self"]
@@ -473,7 +470,7 @@ def _weights(axes: Axes, layout: Layout, steps: tuple[_Step, ...]) -> tuple[floa
 def _to_the_end(axes: Axes, product: Product, layout: Layout) -> tuple[fx.Node, Layout]:
     """Return (node, layout) of the last contiguous view or copy that alone reads the second product."""
     last = root, _ = product.node, layout
-    while len(root.users) == 1 and next(iter(root.users)).target in _LAYOUTS:
+    while len(root.users) == 1 and rearrangement(next(iter(root.users))):
         (root,) = root.users
         try:
             layout = axes.through(root, layout) or layout
@@ -531,7 +528,7 @@ def _check_effects(attention: Attention) -> None:
         node = operand.node
         read.append(node)
         while (
-            node.target in _LAYOUTS or base_name(node) in _CASTS or _is_view(node)
+            rearrangement(node) or base_name(node) in _CASTS or _is_view(node)
         ):  # the call may read these nodes instead
             start = min(start, order[node])
             node = node.all_input_nodes[0]

@@ -21,7 +21,7 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit, erase_unused, refuse_strides, trace_strides
 from fusion_compiler.ir.graph_pass import Pass, Refused
-from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES
+from fusion_compiler.passes.rewrites.axes import COPIES, rearrangement
 from fusion_compiler.passes.rewrites.constants import constant
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import expression
@@ -181,7 +181,7 @@ def _factors(call: fx.Node) -> dict[str, tuple[fx.Node, float]]:
     factors: dict[str, tuple[fx.Node, float]] = {}
     for name in ("query", "key"):
         node, user = named[name], call
-        while node.target in RESHAPES | PERMUTATIONS | COPIES and list(node.users) == [user]:
+        while rearrangement(node) and list(node.users) == [user]:
             node, user = node.all_input_nodes[0], node
         if list(node.users) == [user] and (factor := _factor(node)) is not None:
             factors[name] = (node, factor)

@@ -16,23 +16,14 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ir.layout import view_of_node
+from fusion_compiler.ops.views import Permuted, Reshaped
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
 Dim = tuple[int, ...]
 Layout = tuple[Dim, ...]
-# These keep row-major order, so that the result's shape is all that describes them.
-RESHAPES = {
-    _aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.flatten.using_ints,
-    _aten.unflatten.int, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
-    _aten.unsqueeze.default,
-}  # fmt: skip
 COPIES = {_aten.contiguous.default, _aten.clone.default, _aten.alias.default}
-PERMUTATIONS = {
-    _aten.transpose.int, _aten.permute.default, _aten.t.default, _aten.mT.default, _aten.swapaxes.default,
-    _aten.swapdims.default, _aten.movedim.int, _aten.movedim.intlist, _aten.numpy_T.default,
-}  # fmt: skip
-_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes that identify the dimensions of a probe
 
 
 class Axes:
@@ -63,11 +54,13 @@ class Axes:
 
         Raises Refused for a view that cuts across axes.
         """
-        if node.target in RESHAPES:
-            return self._reshaped(layout, shape_of(node))
-        if node.target in PERMUTATIONS:
-            return tuple(layout[d] for d in permutation(node, len(layout)))
-        return layout if node.target in COPIES else None
+        match rearrangement(node):
+            case Reshaped():
+                return self._reshaped(layout, shape_of(node))
+            case Permuted(order):
+                return tuple(layout[d] for d in order)
+            case _:
+                return None
 
     def _reshaped(self, layout: Layout, shape: Sequence[sympy.Expr]) -> Layout:
         pending = [axis for dim in layout for axis in self.now(dim)][::-1]
@@ -97,11 +90,12 @@ def shape_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
     return tuple(expression(s) for s in node.meta["val"].shape)
 
 
-def permutation(node: fx.Node, rank: int) -> list[int]:
-    """Return for each dimension of a permutation's result which dimension of the operand it is."""
-    probe = torch.empty(_PRIMES[:rank], device="meta")
-    target: Any = node.target
-    return [_PRIMES.index(s) for s in target(probe, *node.args[1:], **node.kwargs).shape]
+def rearrangement(node: fx.Node) -> Reshaped | Permuted | None:
+    """Return what a reshape, a permutation or a copy does with its operand; None for another operator."""
+    if node.target in COPIES:
+        return Permuted(tuple(range(node.meta["val"].dim())))
+    view = view_of_node(node)
+    return view if isinstance(view, Reshaped | Permuted) else None
 
 
 def _quotient(size: sympy.Expr, part: sympy.Expr) -> sympy.Expr | None:

@@ -27,9 +27,10 @@ from torch import fx
 from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.views import Permuted, Reshaped
 from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
-from fusion_compiler.passes.rewrites.axes import COPIES, PERMUTATIONS, RESHAPES, Dim, permutation, shape_of
+from fusion_compiler.passes.rewrites.axes import COPIES, Dim, rearrangement, shape_of
 from fusion_compiler.passes.rewrites.constants import base_name, values
 from fusion_compiler.passes.rewrites.contiguous import shows
 from fusion_compiler.passes.rewrites.few_queries import capped_attention
@@ -225,7 +226,8 @@ class _Call:
         while True:
             if list(shape_of(source)) == shape:
                 return source
-            if source.target not in RESHAPES | COPIES or source in self.attention.inside:
+            keeps_order = source.target in COPIES or isinstance(rearrangement(source), Reshaped)
+            if not keeps_order or source in self.attention.inside:
                 break
             source = source.all_input_nodes[0]
         return self._emit(_aten.reshape.default, node, self._numbers(shape))
@@ -322,10 +324,8 @@ class _Call:
 def _unpermuted(operand: Operand) -> Operand:
     """Return the operand that another is a permutation or copy of: kernels read it by its strides."""
     node, layout = operand.node, operand.layout
-    while node.target in PERMUTATIONS | COPIES:
-        if node.target in PERMUTATIONS:
-            order = permutation(node, len(layout))
-            layout = tuple(layout[order.index(d)] for d in range(len(layout)))
+    while isinstance(permuted := rearrangement(node), Permuted):
+        layout = tuple(layout[permuted.order.index(d)] for d in range(len(layout)))
         node = node.all_input_nodes[0]
     return Operand(node, layout)
 
