@@ -38,9 +38,10 @@ class Workload:
         quick: bool = False,
         dtype: torch.dtype | None = None,
         weights: Mapping[str, Tensor] | None = None,
+        seed: int = 0,
     ) -> Built:
-        """The module and a batch; the same ones every time, or with the `weights` that are given."""
-        torch.manual_seed(0)
+        """The module and a batch; the same ones for each `seed`, or with the `weights` that are given."""
+        torch.manual_seed(seed)
         before = torch.get_default_dtype()
         torch.set_default_dtype(
             dtype or self.dtype

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 import fusion_compiler as fc
+from benchmarks.harness.tables import geometric_mean
 from benchmarks.models.measure import cast, compare, results_of
 from benchmarks.models.nets import NETS
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step
@@ -20,18 +22,19 @@ SHALLOW = tuple(
 )
 EVERY = (*SHALLOW, *NETS)
 TRAINED = [w for w in EVERY if w.train]
+BAR, DRAWS = 1.02, 8
 # PyTorch's own warning where a process multiplies first in a backward.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 EACH = pytest.mark.parametrize("workload", EVERY, ids=lambda w: w.name)
 
 
-@EACH
-def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -> None:
-    model, batch = workload.make(CUDA)
+def errors(workload: Workload, seed: int) -> dict[str, Any]:
+    """Our errors beside eager's for one draw of weights and batch."""
+    model, batch = workload.make(CUDA, seed=seed)
     gradient = gradient_for(model, batch) if workload.train else None
-    model, batch = workload.make(CUDA)
+    model, batch = workload.make(CUDA, seed=seed)
     eager = results_of(model, model, batch, workload.train, gradient)
-    wide, _ = workload.make(CUDA, dtype=workload.exact, weights=model.state_dict())
+    wide, _ = workload.make(CUDA, dtype=workload.exact, weights=model.state_dict(), seed=seed)
     exact = results_of(
         wide,
         wide,
@@ -40,13 +43,26 @@ def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -
         None if gradient is None else gradient.to(workload.exact),
     )
     del wide
-    model, batch = workload.make(CUDA)
+    model, batch = workload.make(CUDA, seed=seed)
     ours = results_of(model, fc.compile(model), batch, workload.train, gradient)
-    found = compare(ours, eager, exact)
-    assert "missing" not in found, found
-    # Eager rounds more often; where it does not, the mean of some dozen tensors is off by this much.
-    assert found["error_to_eager"] <= 1.02, found
-    assert not found["beyond_chance"], found
+    compared = compare(ours, eager, exact)
+    assert "missing" not in compared, compared
+    assert not compared["beyond_chance"], compared
+    return compared
+
+
+@EACH
+def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -> None:
+    """Eager rounds more often; where it does not, the mean of some dozen tensors is off by two per cent.
+
+    One expert chosen otherwise, or one rounding in a long scan, moves the errors of all tensors together:
+    over twelve draws the ratio was .85 to 1.13 for Mixtral and .88 to 1.05 for Mamba, with means of .99. If
+    one draw is above the bar, the mean of eight is held to it.
+    """
+    ratios = [errors(workload, 0)["error_to_eager"]]
+    if ratios[0] > BAR:
+        ratios += [errors(workload, seed)["error_to_eager"] for seed in range(1, DRAWS)]
+    assert geometric_mean(ratios) <= BAR, ratios
 
 
 def peak(
