@@ -28,6 +28,8 @@ WARPS = 32  # warps per multiprocessor; with fewer, rows that are only reduced a
 LEAST_PART = 8192  # elements that are worth a program of their own, if programs only reduce
 SECTOR = 16  # rows of a block if rows are adjacent in memory and each scan must run in order
 SHORT = 4096  # columns that always fit in a program's registers
+# Rows of a program, if their length is known only at run time. A turn reads a sector of each of 256 rows.
+SEVERAL = (4, 32, 256)
 TYPICAL = ((0, 16384, 8), (0, 4096, 4), (8192, 8192, 8), (16384, 8192, 8))
 
 
@@ -53,11 +55,22 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
 
 def typical(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     width = a.size(COLS)
-    return () if isinstance(width, int) and width <= SHORT else from_shapes(a, device, TYPICAL)
+    if isinstance(width, int):
+        return () if width <= SHORT else from_shapes(a, device, TYPICAL)
+    return (*from_shapes(a, device, TYPICAL), *_several_rows(a, device))
 
 
 def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
-    return from_shapes(a, device, (*TYPICAL, *_blocks()))
+    return (*from_shapes(a, device, (*TYPICAL, *_blocks())), *_several_rows(a, device))
+
+
+def _several_rows(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
+    """Return schedules for a width that is known only at run time, and may be that of short rows: programs of
+    several rows each, in turns if a row is longer than expected."""
+    if isinstance(a.size(COLS), int) or a.across_rows or a.scans:
+        return ()
+    warps = warps_of(SHORT // 1024, device)
+    return tuple(RowTile(n, SHORT // n, Cols.LOOP, num_warps=warps) for n in SEVERAL)
 
 
 def _blocks() -> Iterator[Shape]:

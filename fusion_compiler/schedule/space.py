@@ -44,6 +44,7 @@ from fusion_compiler.schedule.work import BufferInfo
 
 KINDS: tuple[ModuleType, ...] = (pointwise, outer_reduction, cooperative, persistent, inner_reduction, looped)
 TYPICAL = 3  # placements whose cost the planner compares
+FAR = 4.0  # a measured tile is for other sizes if the model expects it to take so many times the best time
 MOST_THREADS = 1024  # threads of a program, on any device
 LEADING = 4  # leading schedules of the ranking that get misaligned forms
 # Share of the predicted time that is assumed for a schedule that was fast on another device, plus an
@@ -84,8 +85,9 @@ def schedules(
 def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
     """Return the tiles of rows and columns that run a nest, best first.
 
-    Those measured to be fast on this device come first, then the others by cost. Tiles with too many
-    registers come last, in order of their registers.
+    Those measured to be fast on this device come first, then the others by cost. Where sizes are known only
+    at run time, the hints may show that a tile was measured for other sizes. Tiles with too many registers
+    come last, in order of their registers.
     """
     device = roofline.device
     kinds = _kinds(a, device)
@@ -99,7 +101,8 @@ def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
     us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(runs[s]) for i, s in enumerate(measured)}
     crowded = {s: run.registers if run.registers > MOST else 0.0 for s, run in runs.items()}
     measured_here = device.target in TARGETS and not all(crowded[s] for s in measured)
-    leaders = sorted(measured, key=crowded.__getitem__) if measured_here else []
+    near = [s for s in measured if us[s] <= FAR * min(us.values())]
+    leaders = sorted(near, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
     leaders = leaders or ranked[:LEADING]
     if not leaders:
