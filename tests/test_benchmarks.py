@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -47,7 +45,6 @@ from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, resul
 from benchmarks.optimizer import bars as optimizer_bars
 from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
-from tests.versions import not_before
 
 
 def rounded(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -624,12 +621,3 @@ def test_bars_of_decoding() -> None:
         2.4e9 / 0.7e-3 / 4.28e12
     )
     assert "5 of 7 bars met" in decode.show(rows, 4.28e12)
-
-
-@not_before((2, 13), "Triton 3.6, which comes with it, interprets no loop until a loaded number")
-def test_the_persistent_kernel_computes_the_layers() -> None:
-    command = [sys.executable, "-m", "benchmarks", "persistent", "--quick"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    errors = [float(x) for x in re.findall(r"error (\S+)", ran.stdout)]
-    assert len(errors) == 4 and max(errors) < 1e-5, ran.stdout
