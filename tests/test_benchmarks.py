@@ -20,7 +20,7 @@ import fusion_compiler as fc
 from benchmarks.__main__ import parse
 from benchmarks.decoding import decode
 from benchmarks.decoding.decoders import DECODERS
-from benchmarks.harness import cells, energy
+from benchmarks.harness import record, timing
 from benchmarks.harness.accuracy import (
     chance,
     error_of,
@@ -471,9 +471,9 @@ def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         used[0] += 2.5
 
-    assert energy.energy_of(call, cpu) is None
-    monkeypatch.setattr(energy, "counter_of", lambda device: lambda: used[0])
-    assert energy.energy_of(call, cpu, seconds=0.01) == 2.5
+    assert timing.energy_of(call, cpu) is None
+    monkeypatch.setattr(timing, "counter_of", lambda device: lambda: used[0])
+    assert timing.energy_of(call, cpu, seconds=0.01) == 2.5
 
 
 @pytest.mark.sample(2, group="long")
@@ -507,7 +507,7 @@ def test_a_run_that_was_cut_goes_on(
             begun.append(task["contender"])
             yield {"ms": 1.0, "of copy": 0.9, "launches": 1}
 
-    monkeypatch.setattr(cells, "in_turn", in_turn)
+    monkeypatch.setattr(record, "in_turn", in_turn)
     monkeypatch.setenv("BENCH_COMMIT", "one")
     chosen = ("--filter", "parameters.*AdamW", "--json", str(tmp_path / "cells.json"), "--resume")
     for left in (3, 1, 0):
@@ -569,7 +569,7 @@ def test_a_decoding_step_is_measured_and_resumed(
         begun.extend(task["contender"] for task in tasks)
         return iter(())
 
-    monkeypatch.setattr(cells, "in_turn", in_turn)
+    monkeypatch.setattr(record, "in_turn", in_turn)
     decode.main(options(tmp_path, *chosen))
     assert begun == []
     monkeypatch.setenv("BENCH_COMMIT", "two")

@@ -17,7 +17,7 @@ from torch._prims_common import suggest_memory_format
 
 from benchmarks.harness.accuracy import error_of, worst_ratio
 from benchmarks.harness.contenders import Compile, contenders, liger_functional
-from benchmarks.harness.prepare import prepare
+from benchmarks.harness.processes import compile_ahead
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import cell_of
 from benchmarks.harness.timing import (
@@ -244,7 +244,7 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: s
         bench.compile_ahead(wanted)
         return record
     if options.jobs and re.search(options.only, "ours"):
-        prepare(options)
+        compile_ahead(options.arguments, options.jobs)
     print(f"copy {yardstick.bandwidth / 1e12:.2f} TB/s; fraction = time of a copy of the ideal bytes / time")
     for case, phases in wanted:
         bench.case(case, phases)
@@ -253,7 +253,5 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: s
             torch.cuda.empty_cache()
     record.summary = summarize(record.rows)
     record.write()
-    print("\n" + show(record.rows))
-    for line in cliffs(record.rows):
-        print(line)
+    print("\n".join(["", show(record.rows), *cliffs(record.rows)]))
     return record

@@ -103,9 +103,5 @@ def main(options: argparse.Namespace) -> Record:
         record.row({"case": name, "phase": "step"})["cells"]["eager"] = {"us": nothing(device)}
     columns: list[Column] = [("host us a call", lambda row: ", ".join(row[k] for k in ("case", "phase")))]
     columns += [(n, lambda row, n=n: figure(value(row, n, "us"), ".1f")) for n in compilers]
-    print(table(*lines_of(columns, record.rows)))
-    record.summary = means(record.rows, {"compile / ours": functools.partial(ratio, other="compile")})
-    for name, mean in record.summary.items():
-        print(f"geometric mean, {name}: {mean:.2f}x")
-    record.write()
-    return record
+    summary = means(record.rows, {"compile / ours": functools.partial(ratio, other="compile")})
+    return record.finish(summary, table(*lines_of(columns, record.rows)), "geometric mean, {}: {:.2f}x")

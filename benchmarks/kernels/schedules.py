@@ -375,7 +375,4 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
         record.write()
         if row["clusters"]:
             print(show([row]), flush=True)
-    print("\n" + show(record.rows))
-    for name, value in record.summary.items():
-        print(f"{name}: {value:.2f}")
-    return record
+    return record.finish(summarize(record.rows), show(record.rows))

@@ -24,13 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness.accuracy import chance, ratios_to_eager
-from benchmarks.harness.cells import Cell, fill
 from benchmarks.harness.contenders import Compile, contenders, eager_ops, recorded_graphs
-from benchmarks.harness.energy import energy_of
 from benchmarks.harness.processes import my_turn, only
-from benchmarks.harness.record import Record, begin
+from benchmarks.harness.record import Cell, Record, begin, fill
 from benchmarks.harness.tables import geometric_mean
-from benchmarks.harness.timing import device_time, host_time, synchronize, wall_time
+from benchmarks.harness.timing import device_time, energy_of, host_time, synchronize, wall_time
 from benchmarks.models import steps
 from benchmarks.models.nets import NETS
 from benchmarks.models.untuned import UNTUNED
@@ -252,12 +250,7 @@ def main(options: argparse.Namespace) -> Record:
     record = begin(options.benchmark, options)
     figure = "peak_gb" if options.benchmark == "memory" else "step_ms"
     fill(record, cells_of(options), figure, "benchmarks.models.measure", options, steps.describe)
-    record.summary = steps.means(record.rows)
-    record.write()
-    print("\n" + steps.show(record.rows))
-    for name, mean in record.summary.items():
-        print(f"geometric mean, {name}: {mean:.2f}x")
-    return record
+    return record.finish(steps.means(record.rows), steps.show(record.rows), "geometric mean, {}: {:.2f}x")
 
 
 if __name__ == "__main__":

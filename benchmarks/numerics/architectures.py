@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.harness.accuracy import chance, ratios_to_eager
-from benchmarks.harness.record import Record, environment, reason
+from benchmarks.harness.record import Record, begin, reason
 from benchmarks.numerics.tiny_models import Batch, CannotBuildError, architectures, loss_of, tensors_of, tiny
 from fusion_compiler import FusionWarning
 from fusion_compiler import compile as compile_model
@@ -272,10 +272,9 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record("architectures", environment(torch.device(options.device)), options.json)
+    record = begin("architectures", options)
     names = [name for name in architectures() if re.search(options.filter, name)]
     if options.resume:
-        record.resume()
         chosen = {*names}
         again = [r for r in record.rows if r["status"] in (DIFFERS, FAILS) and r["architecture"] in chosen]
         record.rows = [r for r in record.rows if r not in again]

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import fusion_compiler as fc
-from benchmarks.harness.cells import Cell, fill
 from benchmarks.harness.contenders import inductor
 from benchmarks.harness.processes import my_turn, only
-from benchmarks.harness.record import Record, begin
+from benchmarks.harness.record import Cell, Record, begin, fill
 from benchmarks.harness.timing import Yardstick, device_time, wall_time
 from benchmarks.models.convolutions import mobilenet
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, step, vit
@@ -239,10 +238,7 @@ def main(options: argparse.Namespace) -> Record:
     record = begin("optimizer", options)
     module = "benchmarks.optimizer.measure"
     fill(record, cells_of(options), "ms", module, options, bars.describe, order=in_order, one_cache=True)
-    record.summary = bars.means(record.rows)
-    record.write()
-    print("\n" + bars.show(record.rows, LIST))
-    return record
+    return record.finish(bars.means(record.rows), bars.show(record.rows, LIST), "geometric mean, {}: {:.2f}x")
 
 
 if __name__ == "__main__":
