@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models.workloads import Built, from_config, grouped_model, labelled
+from benchmarks.models.workloads import Built, from_config, labelled
 
 
 def mixtral(batch: int, length: int, heads: int, experts: int, **shape: int) -> Built:
-    model = grouped_model(
-        "Mixtral", length, heads=heads, kv_heads=heads // 2, vocabulary=32000, num_local_experts=experts,
-        use_cache=False, **shape,
+    model = from_config(
+        "Mixtral:ForCausalLM", positions=length, heads=heads, kv_heads=heads // 2, vocabulary=32000,
+        num_local_experts=experts, use_cache=False, **shape,
     )  # fmt: skip
     return labelled(model, batch, length)
 
@@ -65,19 +65,16 @@ def deepseek(batch: int, length: int, hidden: int, inner: int, experts: int, cho
     return model, {"x": torch.randn(batch, length, hidden).requires_grad_()}
 
 
-def mamba_2(batch: int, length: int, hidden: int, state: int, chunk: int, **shape: int) -> Built:
-    """Chunks in parallel, what lies between them by cumsum (Dao and Gu, 2024)."""
-    more = {"num_heads": hidden // 32, "head_dim": 64, "n_groups": 1, "chunk_size": chunk}
-    return labelled(state_space("Mamba2", hidden, state, **shape, **more), batch, length)
+STATE_SPACE = {"vocabulary": 1024, "use_cache": False}
 
 
-def mamba(batch: int, length: int, hidden: int, layers: int) -> Built:
+def mamba_2(batch: int, length: int, hidden: int, state: int, chunk: int, layers: int) -> Built:
+    """Chunks run in parallel, with a cumsum over the states between them (Dao and Gu, 2024)."""
+    more = {"num_heads": hidden // 32, "head_dim": 64, "n_groups": 1, "chunk_size": chunk, **STATE_SPACE}
+    model = from_config("Mamba2:ForCausalLM", hidden=hidden, layers=layers, state_size=state, **more)
+    return labelled(model, batch, length)
+
+
+def mamba(batch: int, length: int, **shape: int) -> Built:
     """A step for each token, each a few operations: transformers' loop where it has no kernels."""
-    return labelled(state_space("Mamba", hidden, 16, layers), batch, length)
-
-
-def state_space(family: str, hidden: int, state: int, layers: int, **more: int) -> nn.Module:
-    return from_config(
-        f"{family}:ForCausalLM", vocab_size=1024, hidden_size=hidden, num_hidden_layers=layers,
-        state_size=state, use_cache=False, **more,
-    )  # fmt: skip
+    return labelled(from_config("Mamba:ForCausalLM", state_size=16, **STATE_SPACE, **shape), batch, length)
