@@ -39,10 +39,9 @@ from benchmarks.kernels.case import Case, copy_of
 from benchmarks.kernels.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels.measure import leaves, run, truth_of
 from benchmarks.kernels.sizes import ALL_CASES
-from benchmarks.models import steps
+from benchmarks.models import measure as steps
 from benchmarks.models.nets import NETS
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, result_of, step
-from benchmarks.optimizer import bars as optimizer_bars
 from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
 
@@ -540,13 +539,13 @@ def test_bars_of_optimizers() -> None:
     short["cells"]["ours, backward"] = {"ms": 10.0, "gpu_ms": 9.0, "peak_gb": 6.6, "gradients_gb": 1.5}
     slow = optimizer_row("ViT", **{"torch.compile": 10.0, "ours": 11.0, "for-loop": 15.0})
     update = {"case": "list", "phase": "AdamW", "cells": {"ours": {"ms": 1.0, "of copy": 0.9, "launches": 1}}}
-    found = {what: (value, met) for what, value, met in optimizer_bars.bars([short, slow, update], "list")}
+    found = {what: (value, met) for what, value, met in optimizer.bars([short, slow, update], "list")}
     assert [met for _, met in found.values()] == [True, True, False, False, True]
     assert [round(value, 2) for value, _ in found.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
-    text = optimizer_bars.show([short, slow, update], "list")
+    text = optimizer.show([short, slow, update], "list")
     assert "3 of 5 bars met" in text and text.count("  met") == 3
     assert re.search(r"ViT, AdamW: x torch.compile and fused >= 1.0 +0.91  MISSED", text)
-    assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
+    assert optimizer.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
 
 
 @pytest.mark.sample(2, group="long")

@@ -17,8 +17,7 @@ from benchmarks.harness import tables
 from benchmarks.harness.record import Record, begin, fill
 from benchmarks.harness.tables import Bar, Column, Row, at_least, at_most, cell_of, figure, over, timed, value
 from benchmarks.harness.timing import yardstick_of
-from benchmarks.models.measure import cells_of
-from benchmarks.models.steps import CONTENDERS, PEERS
+from benchmarks.models.measure import CONTENDERS, PEERS, cells_of
 
 FIRST = "Llama-1B, batch 1, one token"
 MS = 0.72  # of that row

@@ -18,8 +18,7 @@ from benchmarks.harness.record import ROOT
 from benchmarks.harness.tables import Row, cell_of, counted, figure, lines_of, markdown
 from benchmarks.kernels.bars import family_of, fraction
 from benchmarks.kernels.case import FIRST_TABLE, PHASES
-from benchmarks.models import steps
-from benchmarks.optimizer import bars as optimizer_bars
+from benchmarks.models import measure as steps
 from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages import performance
 from benchmarks.pages import reports as pages
@@ -98,9 +97,9 @@ def decode_text(result: dict[str, Any]) -> str:
 
 def optimizer_text(result: dict[str, Any]) -> str:
     """Updates and whole steps for each optimizer, and the bars that are missed."""
-    held = list(optimizer_bars.bars(result["rows"], optimizer.LIST))
+    held = list(optimizer.bars(result["rows"], optimizer.LIST))
     missed = [f"- {line}" for line in tables.missed(held)]
-    header, lines = lines_of(optimizer_bars.COLUMNS, result["rows"])
+    header, lines = lines_of(optimizer.COLUMNS, result["rows"])
     return "\n\n".join(
         [
             "Updates alone: ms, and what part of that a copy of their bytes takes. Whole steps: ms of wall "
