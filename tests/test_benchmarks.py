@@ -36,14 +36,15 @@ from benchmarks.harness.timing import OverBudgetError, budget, busy, kind_of, me
 from benchmarks.kernels import measure as kernels
 from benchmarks.kernels.bars import cliffs, rank_correlation, show_summary, summarize, verdict
 from benchmarks.kernels.case import Case, copy_of
-from benchmarks.kernels.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
+from benchmarks.kernels.clusters import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels.measure import leaves, run, truth_of
 from benchmarks.kernels.sizes import ALL_CASES
 from benchmarks.models import measure as steps
 from benchmarks.models.nets import NETS
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, result_of, step
 from benchmarks.optimizer import measure as optimizer
-from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
+from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, text_of
+from benchmarks.pages.reports import rewritten
 
 
 def rounded(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
