@@ -87,16 +87,15 @@ def main(options: argparse.Namespace) -> Record:
     for case, phase in itertools.product((c for c in CASES if c.name in NAMES), PHASES):
         if not re.search(options.filter, f"{case.name}, {phase}"):
             continue
-        row = record.row({"case": case.name, "phase": phase})
+        cells = record.row({"case": case.name, "phase": phase})["cells"]
         for name, compile_ in compilers.items():
             torch._dynamo.reset()
             try:
                 with budget(options.budget):
-                    us = microseconds(case, compile_, phase != PHASES[0], device)
-                row["cells"][name] = {"us": us}
+                    cells[name] = {"us": microseconds(case, compile_, phase != PHASES[0], device)}
             except Exception as error:
-                row["cells"][name] = {"failed": reason(error)}
-                print(f"  {name}: {row['cells'][name]['failed']}")
+                cells[name] = {"failed": reason(error)}
+                print(f"  {name}: {cells[name]['failed']}")
         record.write()
     name = f"autograd.Function of {PARAMETERS} parameters that computes nothing"
     if "eager" in compilers and re.search(options.filter, name):

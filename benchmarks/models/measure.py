@@ -29,19 +29,7 @@ from benchmarks.harness.accuracy import chance, ratios_to_eager
 from benchmarks.harness.contenders import Compile, contenders, eager_ops, recorded_graphs
 from benchmarks.harness.processes import my_turn, only
 from benchmarks.harness.record import Cell, Record, begin, fill
-from benchmarks.harness.tables import (
-    Bar,
-    Column,
-    Row,
-    at_least,
-    at_most,
-    cell_of,
-    figure,
-    geometric_mean,
-    over,
-    timed,
-    value,
-)
+from benchmarks.harness.tables import Bar, Column, Row, cell_of, figure, geometric_mean, over, timed, value
 from benchmarks.harness.timing import device_time, energy_of, host_time, synchronize, wall_time
 from benchmarks.models.nets import NETS
 from benchmarks.models.untuned import UNTUNED
@@ -270,19 +258,20 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 def bars(row: Row) -> Iterator[Bar]:
     ours = cell_of(row, "ours")
     bar = NET_FASTER if row.get("net") else FASTER
-    yield from at_least("wall time, x torch.compile", ratio(row, "best", "step_ms"), bar)
+    yield from tables.at_least("wall time, x torch.compile", ratio(row, "best", "step_ms"), bar)
     if "by_kind_ms" in ours and "step_ms" in ours and not row.get("net"):
         least = sum(ms for kind, ms in ours["by_kind_ms"].items() if kind != "rest")
         if ours["gpu_ms"] < SHORT_MS:
-            yield from at_most("wall time / GPU time", ours["step_ms"] / ours["gpu_ms"], HOST)
+            yield from tables.at_most("wall time / GPU time", ours["step_ms"] / ours["gpu_ms"], HOST)
         elif least:
-            yield from at_most("wall time / contractions and attention", ours["step_ms"] / least, BESIDE)
+            beside = ours["step_ms"] / least
+            yield from tables.at_most("wall time / contractions and attention", beside, BESIDE)
     for other in ("eager", "best"):
-        yield from at_most(f"peak memory / {other}'s", over(1, ratio(row, other, "peak_gb")), 1)
+        yield from tables.at_most(f"peak memory / {other}'s", over(1, ratio(row, other, "peak_gb")), 1)
     most = over(value(row, "ours", "run_peak_gb"), value(row, CONTENDERS[:-1], "run_peak_gb"))
-    yield from at_most("peak of all steps, the first one included / the best peer's", most, 1)
-    yield from at_most("memory between steps / eager's", over(1, ratio(row, "eager", "between_gb")), 1)
-    yield from at_most("error / eager's", ours.get("error_to_eager"), ERROR)
+    yield from tables.at_most("peak of all steps, the first one included / the best peer's", most, 1)
+    yield from tables.at_most("memory between steps / eager's", over(1, ratio(row, "eager", "between_gb")), 1)
+    yield from tables.at_most("error / eager's", ours.get("error_to_eager"), ERROR)
 
 
 def describe(cell: Mapping[str, Any]) -> str:

@@ -45,19 +45,16 @@ FLAGS: dict[str, dict[str, bool]] = {"for-loop": {"foreach": False}, "foreach": 
 UPDATES = ("for-loop", "foreach", "fused", "compiled step", "ours")  # the contenders without a backward pass
 
 
-def _llama() -> Workload:
-    return next(w for w in WORKLOADS if w.train and w.name.startswith("Llama"))
-
-
-def _short(workload: Workload) -> Workload:
-    sizes = {**workload.sizes, "batch": 1, "length": 1024}
-    return replace(workload, name=workload.name.replace("4 x 2048", "1 x 1024"), sizes=sizes)
-
-
+LLAMA, BERT = (
+    next(w for w in WORKLOADS if w.train and w.name.startswith(name)) for name in ("Llama", "BERT-large 12")
+)
 STEPS: tuple[Workload, ...] = (
-    _short(_llama()),
-    _llama(),
-    next(w for w in WORKLOADS if w.train and w.name.startswith("BERT-large 12")),
+    replace(
+        LLAMA, name=LLAMA.name.replace("4 x 2048", "1 x 1024"),
+        sizes={**LLAMA.sizes, "batch": 1, "length": 1024},
+    ),
+    LLAMA,
+    BERT,
     Workload(
         "ViT-L/16, train, 1 image", vit,
         {"batch": 1, "hidden": 1024, "layers": 24, "heads": 16, "side": 224},
@@ -95,10 +92,6 @@ class Task:
     @property
     def case(self) -> str:
         return LIST if self.workload < 0 else STEPS[self.workload].name
-
-
-def nothing() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -141,7 +134,7 @@ def in_hooks(model: nn.Module, make: Callable[..., Optimizer]) -> Update:
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(hook)
-    return Update(nothing, nothing, tuple(each.values()))
+    return Update(lambda: None, lambda: None, tuple(each.values()))
 
 
 def moved(model: nn.Module, update: Update) -> int:
@@ -149,6 +142,10 @@ def moved(model: nn.Module, update: Update) -> int:
     states = [v for o in update.optimizers for s in o.state.values() for v in s.values()]
     held = sum(state.nbytes for state in states if isinstance(state, Tensor) and state.dim())
     return 3 * sum(param.nbytes for param in model.parameters()) + 2 * held
+
+
+def measure(task: Task) -> dict[str, Any]:
+    return measure_update(task) if task.workload < 0 else measure_step(task)
 
 
 def measure_update(task: Task) -> dict[str, float | int]:
@@ -191,16 +188,8 @@ def measure_step(task: Task) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated(device) if cuda else 0
     gradients = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     busy = device_time(call, device, 5, warmup=1)
-    return {
-        "ms": seconds * 1e3,
-        "gpu_ms": busy.seconds * 1e3,
-        "peak_gb": peak / 1e9,
-        "gradients_gb": gradients / 1e9,
-    }
-
-
-def measure(task: Task) -> dict[str, Any]:
-    return measure_update(task) if task.workload < 0 else measure_step(task)
+    times = {"ms": seconds * 1e3, "gpu_ms": busy.seconds * 1e3}
+    return times | {"peak_gb": peak / 1e9, "gradients_gb": gradients / 1e9}
 
 
 # What the figures are held to, and their table.
