@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: nothing of another's is in their memory, caches or settings."""
+"""Measure in processes of their own: nothing of another's is in their memory, caches or settings."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def in_turn(
 
 
 def my_turn() -> None:
-    """Called in such a process when it is ready: waits until no other one works."""
+    """Wait, in such a process that is ready, until no other one works."""
     print(READY, flush=True)
     sys.stdin.readline()
 
 
 def only(measure: Callable[[dict[str, Any]], Any]) -> None:
-    """The main function of such a process. It ends at once: the next one waits for that."""
+    """Be the main function of such a process, and end it at once: the next one waits for that."""
     print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
     os._exit(0)
 
 
 class _Process:
-    """One measurement, in a process that is killed when its seconds are over."""
+    """Measure one task in a process of its own, which is killed when its seconds are over."""
 
     def __init__(self, module: str, task: Task, seconds: float, home: str | None) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True)

@@ -76,7 +76,7 @@ class Record:
         return row
 
     def keeps(self, cell: Mapping[str, Any], contender: str, figure: str) -> bool:
-        """True if a resumed run keeps a cell: one with the figure, and ours only of this commit."""
+        """Return True if a resumed run keeps a cell: it needs the figure, and ours needs this commit."""
         ours = contender.startswith("ours")
         return figure in cell and (not ours or cell.get("commit") == self.environment["commit"])
 
@@ -115,7 +115,7 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: whose it is, the key of its row, and the task of the process that measures it."""
+    """A measurement has a contender, the key of its row, and the task of the process that measures it."""
 
     case: str
     contender: str

@@ -181,7 +181,7 @@ SECONDS = 1.0  # the counter moves every few tens of milliseconds
 
 
 def energy_of(call: Callable[[], object], device: torch.device, seconds: float = SECONDS) -> float | None:
-    """Joules of one call, of those that run one after the other for so long; None without a counter."""
+    """Return the joules of a call: the mean over calls that fill so many seconds; None without a counter."""
     counter = counter_of(device)
     if counter is None:
         return None
@@ -196,7 +196,7 @@ def energy_of(call: Callable[[], object], device: torch.device, seconds: float =
 
 
 def counter_of(device: torch.device) -> Callable[[], float] | None:
-    """Reads the joules that a GPU has taken since its driver was loaded; None where it counts none."""
+    """Return what reads the joules that a GPU took since its driver was loaded; None if it counts none."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:

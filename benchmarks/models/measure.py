@@ -230,7 +230,7 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-# What the figures are held to, and their table.
+# Rows are held to bars, and shown in a table.
 
 CONTENDERS = ("eager", "compile", "graphs", "autotune", "ours")
 PEERS = CONTENDERS[1:-1]  # forms of torch.compile

@@ -93,7 +93,7 @@ def tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length))
 
 
-# Sizes, and the names that configurations of transformers have for them.
+# Configurations of transformers have other names for these sizes.
 FIELDS = {
     "hidden": "hidden_size", "inner": "intermediate_size", "layers": "num_hidden_layers",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",

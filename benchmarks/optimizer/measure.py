@@ -192,7 +192,7 @@ def measure_step(task: Task) -> dict[str, float]:
     return times | {"peak_gb": peak / 1e9, "gradients_gb": gradients / 1e9}
 
 
-# What the figures are held to, and their table.
+# Rows are held to bars, and shown in a table.
 
 WHOLE = "torch.compile"  # with PyTorch's fused optimizer
 PEERS = ("for-loop", "foreach", "fused", "compiled step", "hooks")
@@ -276,10 +276,9 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
 
 
 def in_order(cells: Sequence[Cell]) -> list[Cell]:
-    """What compiles goes first: side by side, and the others find it done.
+    """Put the cells that compile first: they do so side by side, and the others find it done.
 
-    A model by our compiler and by torch.compile, then the steps that torch.compile makes; whose cells are
-    the first of their kind, which the first of several optimizers have.
+    The first cell of each model by each compiler leads, then the steps that torch.compile makes.
     """
     seen: set[tuple[int, bool]] = set()
     ranks: list[int] = []
