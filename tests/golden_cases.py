@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.initialization import no_init_weights
 
 import fusion_compiler as fc
-from benchmarks.kernels.clusters import CASES, Case
-from benchmarks.kernels.families import CAT_CASES
+from benchmarks.kernels.clusters import CASES, CAT_CASES, Case
 from benchmarks.kernels.measure import leaves
 from benchmarks.models.workloads import WORKLOADS, Workload
 from fusion_compiler.compiler.runners import emit_cluster

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +20,7 @@ import fusion_compiler as fc
 from benchmarks.__main__ import parse
 from benchmarks.decoding import decode
 from benchmarks.decoding.decoders import DECODERS
-from benchmarks.harness import cells, energy
+from benchmarks.harness import record, timing
 from benchmarks.harness.accuracy import (
     chance,
     error_of,
@@ -38,16 +36,15 @@ from benchmarks.harness.timing import OverBudgetError, budget, busy, kind_of, me
 from benchmarks.kernels import measure as kernels
 from benchmarks.kernels.bars import cliffs, rank_correlation, show_summary, summarize, verdict
 from benchmarks.kernels.case import Case, copy_of
-from benchmarks.kernels.families import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
+from benchmarks.kernels.clusters import CAT_CASES, DROPOUT_CASES, ODD_NORM_CASES, SUM_CASES, TRANSPOSING_CASES
 from benchmarks.kernels.measure import leaves, run, truth_of
 from benchmarks.kernels.sizes import ALL_CASES
-from benchmarks.models import steps
+from benchmarks.models import measure as steps
 from benchmarks.models.nets import NETS
 from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, result_of, step
-from benchmarks.optimizer import bars as optimizer_bars
 from benchmarks.optimizer import measure as optimizer
-from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, rewritten, text_of
-from tests.versions import not_before
+from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, optimizer_page, plan_text, text_of
+from benchmarks.pages.reports import rewritten
 
 
 def rounded(noise: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -474,9 +471,9 @@ def test_energy_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         used[0] += 2.5
 
-    assert energy.energy_of(call, cpu) is None
-    monkeypatch.setattr(energy, "counter_of", lambda device: lambda: used[0])
-    assert energy.energy_of(call, cpu, seconds=0.01) == 2.5
+    assert timing.energy_of(call, cpu) is None
+    monkeypatch.setattr(timing, "counter_of", lambda device: lambda: used[0])
+    assert timing.energy_of(call, cpu, seconds=0.01) == 2.5
 
 
 @pytest.mark.sample(2, group="long")
@@ -510,7 +507,7 @@ def test_a_run_that_was_cut_goes_on(
             begun.append(task["contender"])
             yield {"ms": 1.0, "of copy": 0.9, "launches": 1}
 
-    monkeypatch.setattr(cells, "in_turn", in_turn)
+    monkeypatch.setattr(record, "in_turn", in_turn)
     monkeypatch.setenv("BENCH_COMMIT", "one")
     chosen = ("--filter", "parameters.*AdamW", "--json", str(tmp_path / "cells.json"), "--resume")
     for left in (3, 1, 0):
@@ -543,13 +540,13 @@ def test_bars_of_optimizers() -> None:
     short["cells"]["ours, backward"] = {"ms": 10.0, "gpu_ms": 9.0, "peak_gb": 6.6, "gradients_gb": 1.5}
     slow = optimizer_row("ViT", **{"torch.compile": 10.0, "ours": 11.0, "for-loop": 15.0})
     update = {"case": "list", "phase": "AdamW", "cells": {"ours": {"ms": 1.0, "of copy": 0.9, "launches": 1}}}
-    found = {what: (value, met) for what, value, met in optimizer_bars.bars([short, slow, update], "list")}
+    found = {what: (value, met) for what, value, met in optimizer.bars([short, slow, update], "list")}
     assert [met for _, met in found.values()] == [True, True, False, False, True]
     assert [round(value, 2) for value, _ in found.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
-    text = optimizer_bars.show([short, slow, update], "list")
+    text = optimizer.show([short, slow, update], "list")
     assert "3 of 5 bars met" in text and text.count("  met") == 3
     assert re.search(r"ViT, AdamW: x torch.compile and fused >= 1.0 +0.91  MISSED", text)
-    assert optimizer_bars.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
+    assert optimizer.means([short, slow])["vs torch.compile"] == pytest.approx((1.3 * 10 / 11) ** 0.5)
 
 
 @pytest.mark.sample(2, group="long")
@@ -572,7 +569,7 @@ def test_a_decoding_step_is_measured_and_resumed(
         begun.extend(task["contender"] for task in tasks)
         return iter(())
 
-    monkeypatch.setattr(cells, "in_turn", in_turn)
+    monkeypatch.setattr(record, "in_turn", in_turn)
     decode.main(options(tmp_path, *chosen))
     assert begun == []
     monkeypatch.setenv("BENCH_COMMIT", "two")
@@ -624,12 +621,3 @@ def test_bars_of_decoding() -> None:
         2.4e9 / 0.7e-3 / 4.28e12
     )
     assert "5 of 7 bars met" in decode.show(rows, 4.28e12)
-
-
-@not_before((2, 13), "Triton 3.6, which comes with it, interprets no loop until a loaded number")
-def test_the_persistent_kernel_computes_the_layers() -> None:
-    command = [sys.executable, "-m", "benchmarks", "persistent", "--quick"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    errors = [float(x) for x in re.findall(r"error (\S+)", ran.stdout)]
-    assert len(errors) == 4 and max(errors) < 1e-5, ran.stdout

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,6 @@ from benchmarks.models.untuned import UNTUNED
 from benchmarks.models.workloads import Workload, gradient_for, result_of, step
 from benchmarks.optimizer.measure import STEPS
 from benchmarks.pages import readme, reports
-from tests.versions import not_before
 
 # What each command is called with, and a part of what it prints.
 CALLS = {
@@ -35,7 +31,6 @@ CALLS = {
     "schedules": (("--filter", "chunked SwiGLU", "--limit", "1", "--budget", "0"), "first choice"),
     "overhead": (("--filter", "nothing", "--only", "eager"), "computes nothing, step"),
     "channel-order": (("--filter", "^odd bf16 64x33x"), "1 of 1"),
-    "siblings": ((), "Llama-1B gate, up, 1 x 1024, weights' gradients"),
     "models": (("--filter", "^ViT-B", "--only", "eager", "--no-check"), "ViT-B/16"),
     "memory": (("--filter", "^ViT-B", "--only", "eager"), "ViT-B/16"),
     "untuned": (("--filter", "^PatchTST", "--only", "eager", "--no-check"), "PatchTST"),
@@ -47,11 +42,10 @@ CALLS = {
     "compile-time": (("--filter", "ViT", "--only", "nobody"), "ViT, 12 layers"),
     "architectures": (("--filter", "^gpt2$", "--backend", "eager"), "1 same"),
 }
-INTERPRETED = {"persistent", "product-epilogue"}  # kernels by hand, in a process with Triton's interpreter
 
 
 def test_every_command_is_tried() -> None:
-    assert {*CALLS, *INTERPRETED, "readme"} == BENCHMARKS.keys()
+    assert {*CALLS, "readme"} == BENCHMARKS.keys()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -72,15 +66,6 @@ def test_a_command_runs_without_a_gpu(
         torch.set_default_dtype(dtype)
     out = capfd.readouterr().out
     assert printed in out and "Error" not in out, out
-
-
-@not_before((2, 13), "Triton 3.6, which comes with it, interprets no loop until a loaded number")
-def test_kernels_written_by_hand_run_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "benchmarks", "product-epilogue", "--quick", "--device", "cpu"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert ran.returncode == 0 and ran.stdout.count("one kernel") == 2, ran.stderr
-    assert "Error" not in ran.stdout
 
 
 def test_the_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.harness import tables
 from benchmarks.harness.processes import ROOT, in_turn
 from benchmarks.harness.record import Record, begin
-from benchmarks.harness.tables import Bar, Row, at_most, cell_of, figure, geometric_mean, over
+from benchmarks.harness.tables import Bar, Row, at_most, cell_of, figure, over
 from benchmarks.models.workloads import WORKLOADS
 
 KINDS = ("cold", "warm")
@@ -70,6 +70,11 @@ def figure_of(row: Row | None, contender: str, kind: str, key: str = WALL) -> fl
     return None if row is None else cell_of(row, contender).get(kind, {}).get(key)
 
 
+def ratio(row: Row, kind: str) -> float | None:
+    """Return torch.compile's seconds over ours."""
+    return over(figure_of(row, "compile", kind), figure_of(row, "ours", kind))
+
+
 def bars(rows: Sequence[Row], key: str = WALL) -> Iterator[Bar]:
     seconds = functools.partial(figure_of, key=key)
     for row, kind in itertools.product(rows, KINDS):
@@ -107,10 +112,6 @@ def main(options: argparse.Namespace) -> Record:
         for name in names:
             measure(row, name, options)
             record.write()
-    for kind in KINDS:
-        pairs = ((figure_of(r, "compile", kind), figure_of(r, "ours", kind)) for r in record.rows)
-        if mean := geometric_mean(over(*pair) for pair in pairs):
-            record.summary[f"{kind}: compile / ours"] = mean
-    record.write()
-    print("\n" + show(record.rows, "processor" if options.device == "cpu" else WALL))
-    return record
+    ratios = {f"{kind}: compile / ours": functools.partial(ratio, kind=kind) for kind in KINDS}
+    text = show(record.rows, "processor" if options.device == "cpu" else WALL)
+    return record.finish(tables.means(record.rows, ratios), text)

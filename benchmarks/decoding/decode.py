@@ -14,12 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness import tables
-from benchmarks.harness.cells import fill
-from benchmarks.harness.record import Record, begin
+from benchmarks.harness.record import Record, begin, fill
 from benchmarks.harness.tables import Bar, Column, Row, at_least, at_most, cell_of, figure, over, timed, value
 from benchmarks.harness.timing import yardstick_of
-from benchmarks.models.measure import cells_of
-from benchmarks.models.steps import CONTENDERS, PEERS
+from benchmarks.models.measure import CONTENDERS, PEERS, cells_of
 
 FIRST = "Llama-1B, batch 1, one token"
 MS = 0.72  # of that row
@@ -90,5 +88,4 @@ def main(options: argparse.Namespace) -> Record:
     record = begin("decode", options, copy_bandwidth=bandwidth)
     describe = functools.partial(described, bandwidth=bandwidth)
     fill(record, cells_of(options), "step_ms", "benchmarks.models.measure", options, describe)
-    print("\n" + show(record.rows, bandwidth))
-    return record
+    return record.finish({}, show(record.rows, bandwidth))

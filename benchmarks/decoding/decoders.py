@@ -10,24 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models.workloads import (
+    SPECIAL,
     Built,
     Decoder,
     Workload,
+    decoding,
     from_config,
     gpt2_model,
-    grouped_model,
+    llama_decode,
     llama_model,
+    t5_model,
     tokens,
 )
-
-
-def llama(batch: int, context: int, length: int, **shape: int) -> Built:
-    return decoding(llama_model(length, **shape), batch, context, length, shape["vocabulary"])
-
-
-def decoding(model: nn.Module, batch: int, context: int, length: int, vocabulary: int) -> Built:
-    decoder = Decoder(model, tokens(vocabulary, batch, context), length)
-    return decoder, {"input_ids": tokens(vocabulary, batch, 1)}
 
 
 class LongContext(Decoder):
@@ -91,25 +85,24 @@ class Int4Linear(nn.Module):
 
 def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> Built:
     """kind: 0 for int8, 1 for float8, 2 for int4; the head is of the embedding, and stays as it is."""
-    decoder, made = llama(batch, context, length, **shape)
+    decoder, inputs = llama_decode(context, length, batch, **shape)
     float8 = functools.partial(Int8Linear, dtype=torch.float8_e4m3fn)
     linear = (Int8Linear, float8, Int4Linear)[kind]
     for module in list(decoder.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and name != "lm_head":
                 setattr(module, name, linear(child))
-    return decoder, made
+    return decoder, inputs
 
 
-def qwen3(batch: int, context: int, length: int, head: int, **shape: int) -> Built:
-    more: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
-    model = grouped_model("Qwen3", length, head_dim=head, **shape, **more)
-    return decoding(model, batch, context, length, shape["vocabulary"])
+def causal(name: str, **fixed: Any) -> Any:
+    """Return a build of a causal model of transformers."""
 
+    def build(batch: int, context: int, length: int, **shape: int) -> Built:
+        model = from_config(f"{name}:ForCausalLM", positions=length, **SPECIAL, **fixed, **shape)
+        return decoding(model, batch, context, length, shape["vocabulary"])
 
-def mixtral(batch: int, context: int, length: int, **shape: int) -> Built:
-    model = grouped_model("Mixtral", length, bos_token_id=0, eos_token_id=0, **shape)
-    return decoding(model, batch, context, length, shape["vocabulary"])
+    return build
 
 
 def gpt2(batch: int, context: int, length: int, **shape: int) -> Built:
@@ -157,10 +150,7 @@ def t5(
     batch: int, context: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int,
     encoded: int, **_: int,
 ) -> Built:  # fmt: skip
-    model = from_config(
-        "T5:ForConditionalGeneration", vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads,
-        d_ff=4 * hidden, num_layers=layers, num_heads=heads,
-    )  # fmt: skip
+    model = t5_model(hidden, heads, layers=layers, vocabulary=vocabulary)
     states = torch.randn(batch, encoded, hidden)
     decoder = T5Decoder(model, tokens(vocabulary, batch, context), length, states)
     return decoder, {"input_ids": tokens(vocabulary, batch, 1)}
@@ -181,13 +171,13 @@ def _row(name: str, build: Any, sizes: dict[str, int], **quick: int) -> Workload
 
 
 DECODERS: tuple[Workload, ...] = (
-    *(_row(f"Llama-1B, batch {n}", llama, {**LLAMA_1B, "batch": n}, batch=n) for n in (1, 2, 4, 8)),
-    _row("Llama-8B 8 layers", llama, {**LLAMA_8B, "layers": 8}),
+    *(_row(f"Llama-1B, batch {n}", llama_decode, {**LLAMA_1B, "batch": n}, batch=n) for n in (1, 2, 4, 8)),
+    _row("Llama-8B 8 layers", llama_decode, {**LLAMA_8B, "layers": 8}),
     _row(
-        "Qwen3-1.7B 16 layers", qwen3,
-        {**LLAMA_1B, "inner": 6144, "heads": 16, "head": 128, "vocabulary": 151936}, head=16,
+        "Qwen3-1.7B 16 layers", causal("Qwen3", tie_word_embeddings=True),
+        {**LLAMA_1B, "inner": 6144, "heads": 16, "head_dim": 128, "vocabulary": 151936}, head_dim=16,
     ),
-    _row("Mixtral 4 layers", mixtral, {**LLAMA_8B, "vocabulary": 32000, "layers": 4}),
+    _row("Mixtral 4 layers", causal("Mixtral"), {**LLAMA_8B, "vocabulary": 32000, "layers": 4}),
     _row("GPT-2 medium", gpt2, {**MEDIUM, "vocabulary": 50257}),
     _row(
         "T5-large decoder", t5,

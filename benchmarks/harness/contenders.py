@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -17,12 +18,8 @@ def eager(model: Any) -> Any:
     return model
 
 
-def inductor(model: Any) -> Any:
-    return torch.compile(model, dynamic=False)
-
-
-def autotune(model: Any) -> Any:
-    return torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
+inductor: Compile = functools.partial(torch.compile, dynamic=False)
+autotune: Compile = functools.partial(torch.compile, dynamic=False, mode="max-autotune-no-cudagraphs")
 
 
 def with_cuda_graphs(mode: str) -> Compile:
@@ -47,15 +44,19 @@ def ours(backend: str) -> Compile:
 
 
 def liger_functional() -> Any:
-    """Liger's functional module, installed or unpacked in the folder LIGER_PATH; ImportError without it.
+    """Return Liger's functional module, installed or unpacked in the folder LIGER_PATH, or None without it.
 
     Its kernels (0.8.5) write into their inputs and into the gradients that they are given.
     """
     folder = os.environ.get("LIGER_PATH")
     if folder and folder not in sys.path:
         sys.path.append(folder)
-    import liger_kernel.transformers.functional as functional  # pyright: ignore[reportMissingImports]
-
+    try:
+        import liger_kernel.transformers.functional as functional  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        why = f"{type(error).__name__}: {error}"
+        print(f"liger is left out: {why}; LIGER_PATH can name a folder that holds it")
+        return None
     return functional
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -17,24 +18,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.processes import ROOT
+from benchmarks.harness.processes import ROOT, Result, Task, in_turn
 
 
 def commit() -> str:
-    """BENCH_COMMIT, else git's HEAD (with a + where the tree differs from it), else "unknown"."""
+    """Return BENCH_COMMIT, else git's HEAD (with a + if the tree differs from it), else "unknown"."""
     if named := os.environ.get("BENCH_COMMIT"):
         return named
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head + ("+" if dirty else "")
 
 
 def version(package: str) -> str | None:
@@ -45,15 +40,14 @@ def version(package: str) -> str | None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Return what a figure depends on besides the code."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    packages = ("torch", "triton", "transformers", "liger-kernel")
     return {
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": name,
         "python": platform.python_version(),
-        "versions": {p: version(p) for p in packages},
+        "versions": {p: version(p) for p in ("torch", "triton", "transformers", "liger-kernel")},
         "command": "python -m benchmarks " + " ".join(sys.argv[1:]),
     }
 
@@ -72,13 +66,8 @@ class Record:
         self.rows.append(row)
         self.write()
 
-    def resume(self) -> None:
-        """Takes over the rows of a run that was cut short, or of another that these results join."""
-        if self.path is not None and self.path.exists():
-            self.rows = json.loads(self.path.read_text())["rows"]
-
     def row(self, key: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
-        """The row that has what `key` says, made where it is new; `fields` are written into it."""
+        """Return the row that has what `key` says, or a new one; `fields` are written into it."""
         row = next((r for r in self.rows if key.items() <= {n: r.get(n) for n in key}.items()), None)
         if row is None:
             row = {**key, "cells": {}}
@@ -87,7 +76,7 @@ class Record:
         return row
 
     def keeps(self, cell: Mapping[str, Any], contender: str, figure: str) -> bool:
-        """True if a resumed run keeps a cell: one with the figure, and ours only of this commit."""
+        """Return True if a resumed run keeps a cell: it needs the figure, and ours needs this commit."""
         ours = contender.startswith("ours")
         return figure in cell and (not ours or cell.get("commit") == self.environment["commit"])
 
@@ -95,26 +84,65 @@ class Record:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "benchmark": self.benchmark,
-            **self.environment,
-            "summary": self.summary,
-            "rows": self.rows,
-        }
-        whole = self.path.with_suffix(".partial")
-        whole.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(whole, self.path)
+        results = {"summary": self.summary, "rows": self.rows}
+        content = {"benchmark": self.benchmark, **self.environment, **results}
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(partial, self.path)
+
+    def finish(self, summary: Mapping[str, Any], text: str, form: str = "{}: {:.2f}") -> Record:
+        """Write the summary, and print the text and the summary's numbers."""
+        self.summary = dict(summary)
+        self.write()
+        numbers = [form.format(name, x) for name, x in summary.items() if isinstance(x, int | float)]
+        print("\n".join(["", text, *numbers]))
+        return self
 
 
 def begin(benchmark: str, options: argparse.Namespace, **facts: Any) -> Record:
-    """A record with what its figures depend on; with --resume it has the rows of its file."""
+    """Return a record with what its figures depend on; with --resume it has the rows of its file."""
     record = Record(benchmark, environment(torch.device(options.device)) | facts, options.json)
-    if options.resume:
-        record.resume()
+    if options.resume and options.json.exists():
+        record.rows = json.loads(options.json.read_text())["rows"]
     return record
 
 
 def reason(error: BaseException) -> str:
-    """One line for a table's cell."""
+    """Return an error as one line, for a table's cell."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measurement has a contender, the key of its row, and the task of the process that measures it."""
+
+    case: str
+    contender: str
+    row: Mapping[str, Any]
+    task: Task
+
+
+def fill(
+    record: Record, cells: Sequence[Cell], figure: str, module: str, options: argparse.Namespace,
+    describe: Callable[[Result], str], *, order: Callable[[Sequence[Cell]], Sequence[Cell]] = tuple,
+    one_cache: bool = False,
+) -> None:  # fmt: skip
+    """Measure cells by `module` in processes of their own, and write each into its row as it comes.
+
+    A resumed run measures the cells that have no `figure`, and ours of another commit. Rows are in the
+    order of the cells, which `order` changes for the measurements.
+    """
+    rows = [record.row(cell.row)["cells"] for cell in cells]
+    before = [row.get(cell.contender, {}) for cell, row in zip(cells, rows, strict=True)]
+    missing = [c for c, b in zip(cells, before, strict=True) if not record.keeps(b, c.contender, figure)]
+    cells = order(missing)
+    jobs, tasks = options.jobs or 1, [cell.task for cell in cells]
+    results = in_turn(module, tasks, options.budget, jobs, one_cache=one_cache, within=options.within)
+    for cell, result in itertools.zip_longest(cells, results):
+        if result is None:
+            print(f"not measured: {cell.case}, {cell.contender}")
+            continue
+        record.row(cell.row)["cells"][cell.contender] = result | {"commit": record.environment["commit"]}
+        record.write()
+        print(f"{cell.case}, {cell.contender}: {describe(result)}", flush=True)

@@ -10,6 +10,7 @@ Host time and step time are measured with a clock around synchronised calls.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import math
 import re
@@ -174,6 +175,48 @@ def event_time(call: Callable[[], object], rounds: int, calls: int = 1, pause: i
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3 / calls)
     return statistics.median(times)
+
+
+SECONDS = 1.0  # the counter moves every few tens of milliseconds
+
+
+def energy_of(call: Callable[[], object], device: torch.device, seconds: float = SECONDS) -> float | None:
+    """Return the joules of a call: the mean over calls that fill so many seconds; None without a counter."""
+    counter = counter_of(device)
+    if counter is None:
+        return None
+    call()
+    synchronize(device)
+    calls, start, before = 0, time.perf_counter(), counter()
+    while time.perf_counter() - start < seconds:
+        call()
+        synchronize(device)
+        calls += 1
+    return (counter() - before) / calls
+
+
+def counter_of(device: torch.device) -> Callable[[], float] | None:
+    """Return what reads the joules that a GPU took since its driver was loaded; None if it counts none."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    handle = ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    found = nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
+
+    def read() -> float:
+        millijoules = ctypes.c_ulonglong()
+        if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) != 0:
+            raise RuntimeError(f"{device} does not count its energy")
+        return millijoules.value / 1e3
+
+    try:
+        return read if found and read() > 0 else None
+    except RuntimeError:
+        return None
 
 
 L2_BYTES = 64 << 20  # of a device whose driver does not say

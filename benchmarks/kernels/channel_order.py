@@ -13,16 +13,18 @@ between the two orders would take at 3 TB/s.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness.record import Record, begin
+from benchmarks.harness.tables import Column, Row, figure, lines_of, table
 from benchmarks.harness.timing import event_time, wall_time
 
 _aten = torch.ops.aten
@@ -57,20 +59,6 @@ class Convolution:
         to = "" if self.inputs == self.outputs else f" -> {self.outputs}"
         half = "f16" if self.dtype is torch.float16 else "bf16"
         return f"{self.net} {half} {shape}{to} k{self.kernel} s{self.stride} g{self.groups}{extra}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Microseconds of each pass with channels first and channels last; nan where PyTorch has no kernel."""
-
-    name: str
-    first: dict[str, float]
-    last: dict[str, float]
-    copy: float
-
-    @property
-    def gain(self) -> float:
-        return sum(self.first.values()) / sum(self.last.values())
 
 
 def _depthwise(net: str, batch: int, *cases: tuple[int, ...]) -> list[Convolution]:
@@ -196,42 +184,48 @@ def microseconds(call: Callable[[], object], device: torch.device) -> float:
     return 1e6 * (event_time(call, ROUNDS, CALLS, 2_000_000) if cuda else wall_time(call, device, 1))
 
 
-def measure(case: Convolution, device: torch.device) -> Row:
-    times = [
+def measure(case: Convolution, device: torch.device) -> dict[str, Any]:
+    """Return the microseconds of each pass in both orders, nan where PyTorch has no kernel."""
+    first, last = (
         {name: microseconds(call, device) for name, call in passes(case, last, device)}
         for last in (False, True)
-    ]
+    )
     spread = case.rank - 2
     elements = case.inputs * case.side**spread + case.outputs * (case.side // case.stride) ** spread
-    return Row(case.name, times[0], times[1], 2 * 2 * case.batch * elements / COPY * 1e6)
+    copy = 2 * 2 * case.batch * elements / COPY * 1e6
+    gain = sum(first.values()) / sum(last.values())
+    return {"first": first, "last": last, "copy": copy, "gain": gain}
 
 
 def as_data(case: Convolution, row: Row) -> str:
     """Return a measurement as a row of `MEASURED` in `ir/convolution_times.py`."""
     shape = [case.batch, case.inputs, case.outputs, case.side, case.kernel, case.stride, case.groups]
     sizes = " ".join(map(str, [*shape, case.dilation][: 7 + (case.dilation > 1)]))
-    first, last = (" ".join(f"{times[name]:.0f}" for name in MASKS) for times in (row.first, row.last))
+    first, last = (" ".join(f"{row[order][name]:.0f}" for name in MASKS) for order in ("first", "last"))
     return f'    _row("{sizes}", "{first}", "{last}"),'
 
 
-def main(options: argparse.Namespace) -> None:
-    begin, device = time.monotonic(), torch.device(options.device)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {where}; us cf/cl")
-    print(f"{'convolution':44} {'forward':>13} {'dgrad':>13} {'wgrad':>13} {'gain':>5} {'copy':>5}")
-    rows: list[Row] = []
+COLUMNS: tuple[Column, ...] = (
+    ("us with channels first/last", lambda row: row["name"]),
+    *((n, lambda row, n=n: f"{row['first'][n]:.0f}/{row['last'][n]:.0f}") for n in MASKS),
+    ("gain", lambda row: figure(row["gain"])),
+    ("copy", lambda row: figure(row["copy"], ".0f")),
+)
+
+
+def main(options: argparse.Namespace) -> Record:
+    begun, device, record = time.monotonic(), torch.device(options.device), begin("channel-order", options)
     chosen = [case for case in cases() if re.search(options.filter, case.name)]
+    done = {row["name"]: row for row in record.rows}
     for case in chosen:
-        if time.monotonic() - begin > min(options.within, 80):
-            break
+        if case.name in done or time.monotonic() - begun > min(options.within, 80):
+            continue
         quick: dict[str, int] = {"batch": 1, "side": min(case.side, 8), "kernel": min(case.kernel, 5)}
-        row = measure(replace(case, **quick) if options.quick else case, device)
-        rows.append(row)
-        pairs = (f"{row.first[name]:6.0f}/{row.last[name]:<6.0f}" for name in MASKS)
-        print(f"{case.name:44} {' '.join(pairs)} {row.gain:5.2f} {row.copy:5.0f}", flush=True)
-    print(f"{len(rows)} of {len(chosen)} in {time.monotonic() - begin:.0f} s")
-    for case, row in zip(chosen, rows, strict=False):
-        if case.rank == 4 and case.dtype is torch.bfloat16 and not case.rows:
-            print(as_data(case, row))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        figures = measure(replace(case, **quick) if options.quick else case, device)
+        done[case.name] = {"name": case.name, **figures}
+        record.add(done[case.name])
+    measured = [case for case in chosen if case.name in done]
+    images = [c for c in measured if c.rank == 4 and c.dtype is torch.bfloat16 and not c.rows]
+    data = [as_data(case, done[case.name]) for case in images]
+    count = f"{len(measured)} of {len(chosen)}, cuDNN {torch.backends.cudnn.version()}"
+    return record.finish({}, "\n".join([table(*lines_of(COLUMNS, record.rows)), count, *data]))

@@ -17,9 +17,8 @@ import torch
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import figure, geometric_mean, table
 from benchmarks.kernels import depthwise
-from benchmarks.kernels.schedules import Clock, Found, clock_of, clusters_of, relative
+from benchmarks.kernels.schedules import Clock, Found, Search, clock_of, clusters_of
 from fusion_compiler.ir.dims import hint, product
-from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import Load
 from fusion_compiler.schedule.placement import Access, At, Place, Placement, Via
 from fusion_compiler.schedule.verifier import refusal
@@ -49,34 +48,26 @@ def boxed(found: Found, plain: Placement) -> tuple[list[Placement], list[str]]:
 
 def measured(found: Found, clock: Clock) -> list[dict[str, Any]]:
     """Return a row for each placement: its time, the plain one's, and the largest relative error."""
-    programs: dict[Placement, Program] = {}
     rows: list[dict[str, Any]] = []
     for plain in [p for p in found.candidates if isinstance(p, Placement)][:PLACEMENTS]:
         variants, reasons = boxed(found, plain)
-        rows += [{"cluster": found.name, "refused": why} for why in reasons]
-        for placement in (plain, *variants):
-            program = found.program(placement)  # type: ignore[arg-type]
-            if not isinstance(program, Program):
-                rows.append({"cluster": found.name, "refused": program})
-                continue
-            programs[placement] = program
-            rows.append({"cluster": found.name, "plain": plain, "placement": placement})
-    clock.compile(list(programs.values()))
-    times = dict(zip(programs, clock.times(found, list(programs.values())), strict=True))
-    truth = found.reference(*found.arguments)
-    for row in rows:
-        if "placement" not in row:
-            continue
-        plain, placement = row["plain"], row["placement"]
-        row |= {"plain": str(plain), "placement": str(placement)}
-        if isinstance(us := times[placement], str):
-            row["refused"] = us
-            continue
-        ours = clock.runner(found, programs[placement])(*found.arguments)
-        row["us"], row["error"] = us, max(relative(a, b) for a, b in zip(ours, truth, strict=True))
-        if not isinstance(before := times[plain], str):
-            row["ratio"] = us / before
-    return rows
+        rows += [{"refused": why} for why in reasons]
+        rows += [{"plain": plain, "placement": placement} for placement in (plain, *variants)]
+    search = Search(found, clock, limit=0)
+    search.measure(dict.fromkeys(row["placement"] for row in rows if "placement" in row))
+    return [{"cluster": found.name} | timed(row, search) for row in rows]
+
+
+def timed(row: dict[str, Any], search: Search) -> dict[str, Any]:
+    """Return the row with its figures, or with the reason why it has none."""
+    if "placement" not in row:
+        return row
+    plain, placement = row["plain"], row["placement"]
+    row = {"plain": str(plain), "placement": str(placement)}
+    if placement in search.failed:
+        return row | {"refused": search.failed[placement]}
+    row |= {"us": search.times[placement], "error": search.error(placement)}
+    return row | ({"ratio": row["us"] / search.times[plain]} if plain in search.times else {})
 
 
 def show(rows: list[dict[str, Any]]) -> str:

@@ -15,19 +15,13 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+from benchmarks.harness import timing
 from benchmarks.harness.accuracy import error_of, worst_ratio
 from benchmarks.harness.contenders import Compile, contenders, liger_functional
-from benchmarks.harness.prepare import prepare
+from benchmarks.harness.processes import compile_ahead
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import cell_of
-from benchmarks.harness.timing import (
-    OverBudgetError,
-    Yardstick,
-    budget,
-    copies_for,
-    device_time,
-    yardstick_of,
-)
+from benchmarks.harness.timing import Yardstick, budget, copies_for, device_time, yardstick_of
 from benchmarks.kernels.bars import cliffs, report, show, summarize
 from benchmarks.kernels.case import PHASES, Case, as_tuple, copy_of
 from benchmarks.kernels.sizes import ALL_CASES
@@ -167,7 +161,7 @@ class Bench:
 
     def is_done(self, cell: Mapping[str, Any], name: str) -> bool:
         """Whether a resumed run keeps a cell: also one that took too long."""
-        over = OverBudgetError.__name__ in cell.get("failed", "")
+        over = timing.OverBudgetError.__name__ in cell.get("failed", "")
         return self.record.keeps(cell, name, "failed" if over else "us")
 
     def case(self, case: Case, wanted: Sequence[tuple[str, Entrants]]) -> None:
@@ -224,17 +218,9 @@ class Bench:
                         run(missing["ours"][0](fn), leaves(inputs, wrt), wrt, gradients)
 
 
-def liger_or_none() -> Any:
-    try:
-        return liger_functional()
-    except ImportError as error:
-        print(f"liger is left out: {reason(error)}; LIGER_PATH can name a folder that holds it")
-        return None
-
-
 def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: str = "kernels") -> Record:
     yardstick = yardstick_of(options)
-    liger = liger_or_none() if re.search(options.only, "liger") else None
+    liger = liger_functional() if re.search(options.only, "liger") else None
     record = begin(name, options, copy_bandwidth=yardstick.bandwidth)
     bench = Bench(options, record, yardstick, liger)
     chosen = ((c, list(bench.wanted(c))) for c in cases if re.search(options.family, c.family))
@@ -244,7 +230,7 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: s
         bench.compile_ahead(wanted)
         return record
     if options.jobs and re.search(options.only, "ours"):
-        prepare(options)
+        compile_ahead(options.arguments, options.jobs)
     print(f"copy {yardstick.bandwidth / 1e12:.2f} TB/s; fraction = time of a copy of the ideal bytes / time")
     for case, phases in wanted:
         bench.case(case, phases)
@@ -253,7 +239,5 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES, name: s
             torch.cuda.empty_cache()
     record.summary = summarize(record.rows)
     record.write()
-    print("\n" + show(record.rows))
-    for line in cliffs(record.rows):
-        print(line)
+    print("\n".join(["", show(record.rows), *cliffs(record.rows)]))
     return record

@@ -87,25 +87,20 @@ def main(options: argparse.Namespace) -> Record:
     for case, phase in itertools.product((c for c in CASES if c.name in NAMES), PHASES):
         if not re.search(options.filter, f"{case.name}, {phase}"):
             continue
-        row = record.row({"case": case.name, "phase": phase})
+        cells = record.row({"case": case.name, "phase": phase})["cells"]
         for name, compile_ in compilers.items():
             torch._dynamo.reset()
             try:
                 with budget(options.budget):
-                    us = microseconds(case, compile_, phase != PHASES[0], device)
-                row["cells"][name] = {"us": us}
+                    cells[name] = {"us": microseconds(case, compile_, phase != PHASES[0], device)}
             except Exception as error:
-                row["cells"][name] = {"failed": reason(error)}
-                print(f"  {name}: {row['cells'][name]['failed']}")
+                cells[name] = {"failed": reason(error)}
+                print(f"  {name}: {cells[name]['failed']}")
         record.write()
     name = f"autograd.Function of {PARAMETERS} parameters that computes nothing"
     if "eager" in compilers and re.search(options.filter, name):
         record.row({"case": name, "phase": "step"})["cells"]["eager"] = {"us": nothing(device)}
     columns: list[Column] = [("host us a call", lambda row: ", ".join(row[k] for k in ("case", "phase")))]
     columns += [(n, lambda row, n=n: figure(value(row, n, "us"), ".1f")) for n in compilers]
-    print(table(*lines_of(columns, record.rows)))
-    record.summary = means(record.rows, {"compile / ours": functools.partial(ratio, other="compile")})
-    for name, mean in record.summary.items():
-        print(f"geometric mean, {name}: {mean:.2f}x")
-    record.write()
-    return record
+    summary = means(record.rows, {"compile / ours": functools.partial(ratio, other="compile")})
+    return record.finish(summary, table(*lines_of(columns, record.rows)), "geometric mean, {}: {:.2f}x")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import os
 import random
 import re
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,60 +125,38 @@ def clusters_of(case: Case, options: argparse.Namespace) -> list[Found]:
     return [found for found in capturing.found if found.arguments]
 
 
-class Clock(Protocol):
-    """Runs the programs of a cluster and times them: microseconds, or the reason why there are none."""
+@dataclass(frozen=True)
+class Clock:
+    """Run and time the programs of a cluster: on a GPU, or in the interpreter to try the harness."""
 
-    def compile(self, programs: Sequence[Program]) -> None: ...
-    def runner(self, found: Found, program: Program) -> Runner: ...
-    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]: ...
-
-
-class GpuClock:
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+    gpu: Gpu | None = None
 
     def compile(self, programs: Sequence[Program]) -> None:
-        builds = [b for program in programs for b in program_builds(program, self.gpu.target)]
-        compile_builds(builds, workers=max(1, (os.cpu_count() or 2) - 2))  # two are left to the timing
+        if self.gpu is not None:
+            builds = [b for program in programs for b in program_builds(program, self.gpu.target)]
+            compile_builds(builds, workers=max(1, (os.cpu_count() or 2) - 2))  # two are left to the timing
 
     def runner(self, found: Found, program: Program) -> Runner:
-        return Runner((program,), found.reference, name=found.name, strict=True, gpus=lambda _: self.gpu)
+        where: Any = {"gpus": lambda _: self.gpu} if self.gpu is not None else {"backend": "interpret"}
+        return Runner((program,), found.reference, name=found.name, strict=True, **where)
 
     def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]:
+        """Return the microseconds of each program, or the reason why there are none."""
         calls: dict[int, Callable[[], object]] = {}
         results: list[float | str] = []
         for i, program in enumerate(programs):
-            runner = self.runner(found, program)
+            call = functools.partial(self.runner(found, program), *found.arguments)
+            start = time.perf_counter()
             try:
-                runner(*found.arguments)
-                calls[i] = functools.partial(runner, *found.arguments)
-                results.append(float("nan"))
+                call()
+                calls[i] = call
+                results.append((time.perf_counter() - start) * 1e6)
             except Exception as error:  # does not compile, needs more than the device has
                 results.append(reason(error))
-        if calls:
+        if calls and self.gpu is not None:
             for i, us in zip(calls, self.gpu.times(list(calls.values())), strict=True):
                 results[i] = us
         return results
-
-
-class InterpreterClock:
-    """Wall time in the interpreter: it tries the harness, and says nothing about a schedule."""
-
-    def compile(self, programs: Sequence[Program]) -> None: ...
-
-    def runner(self, found: Found, program: Program) -> Runner:
-        return Runner((program,), found.reference, name=found.name, strict=True, backend="interpret")
-
-    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]:
-        return [self._time(found, program) for program in programs]
-
-    def _time(self, found: Found, program: Program) -> float | str:
-        start = time.perf_counter()
-        try:
-            self.runner(found, program)(*found.arguments)
-        except Exception as error:
-            return reason(error)
-        return (time.perf_counter() - start) * 1e6
 
 
 @dataclass
@@ -193,29 +170,25 @@ class Search:
     failed: dict[Schedule, str] = field(default_factory=dict[Schedule, str])
 
     def first_round(self) -> tuple[Schedule, ...]:
-        """The tuner's candidates and a sample of the grid, the same every time."""
+        """Return the tuner's candidates and a sample of the grid, the same every time."""
         rest = [s for s in self.found.grid if s not in self.found.candidates]
         sample = random.Random(0).sample(rest, min(self.limit, len(rest)))
         return (*self.found.candidates, *sample)
 
     def prepare(self) -> None:
-        """Compiles the first round."""
+        """Compile the first round."""
         self.clock.compile([p for s in self.first_round() if isinstance(p := self.found.program(s), Program)])
 
     def measure(self, schedules: Iterable[Schedule]) -> None:
-        programs: dict[Schedule, Program] = {}
-        for schedule in schedules:
-            program = self.found.program(schedule)
-            if isinstance(program, Program):
-                programs[schedule] = program
-            else:
-                self.failed[schedule] = program
+        built = {schedule: self.found.program(schedule) for schedule in schedules}
+        programs = {s: program for s, program in built.items() if isinstance(program, Program)}
         self.clock.compile(list(programs.values()))
-        for schedule, us in zip(programs, self.clock.times(self.found, list(programs.values())), strict=True):
-            if isinstance(us, str):
-                self.failed[schedule] = us
-            else:
-                self.times[schedule] = us
+        timed = self.clock.times(self.found, list(programs.values()))
+        for schedule, result in (built | dict(zip(programs, timed, strict=True))).items():
+            if isinstance(result, str):
+                self.failed[schedule] = result
+            elif not isinstance(result, Program):
+                self.times[schedule] = result
 
     def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -274,34 +247,34 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 def prepared(
     cases: Iterable[Case], clock: Clock, options: argparse.Namespace
 ) -> Iterator[tuple[Case, list[Search] | str]]:
-    """Cases with their searches, the first kernels of each compiled while the one before is timed."""
+    """Yield cases with their searches; the first kernels of each compile while the case before is timed."""
     seen: set[Canonical] = set()
 
-    def start(case: Case) -> tuple[Case, list[Search] | str, Future[None] | None]:
-        try:
-            every = clusters_of(case, options)
-        except Exception as error:
-            return case, reason(error), None
+    def searches_of(case: Case) -> list[Search] | str:
         searches: list[Search] = []
-        for found in every:
+        try:
+            clusters = clusters_of(case, options)
+        except Exception as error:
+            return reason(error)
+        for found in clusters:
             if found.key not in seen:
                 seen.add(found.key)
                 searches.append(Search(found, clock, options.limit))
-        return case, searches, pool.submit(prepare, searches)
+        return searches
 
-    def prepare(searches: Sequence[Search]) -> None:
-        for search in searches:
+    def prepare(searches: list[Search] | str) -> None:
+        for search in searches if isinstance(searches, list) else ():
             search.prepare()
 
     with ThreadPoolExecutor(1) as pool:
-        before = None
-        for job in itertools.chain(map(start, cases), (None,)):
+        before: tuple[Case, list[Search] | str, Future[None]] | None = None
+        for case in (*cases, None):
+            searches = searches_of(case) if case is not None else []
+            compiling = pool.submit(prepare, searches)
             if before is not None:
-                case, searches, compiling = before
-                if compiling is not None:
-                    compiling.result()
-                yield case, searches
-            before = job
+                before[2].result()
+                yield before[:2]
+            before = (case, searches, compiling) if case is not None else None
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -341,7 +314,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return GpuClock(find_gpu(device)) if device.type == "cuda" else InterpreterClock()
+    return Clock(find_gpu(device) if device.type == "cuda" else None)
 
 
 def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Record | ranking.Summary:
@@ -375,7 +348,4 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
         record.write()
         if row["clusters"]:
             print(show([row]), flush=True)
-    print("\n" + show(record.rows))
-    for name, value in record.summary.items():
-        print(f"{name}: {value:.2f}")
-    return record
+    return record.finish(summarize(record.rows), show(record.rows))

@@ -11,8 +11,17 @@ from torch import Tensor
 
 from benchmarks.kernels.block_scaled import BLOCK_SCALED_CASES
 from benchmarks.kernels.case import FIRST_TABLE, LONG_ROWS, UNFRIENDLY, Case, Make
-from benchmarks.kernels.clusters import BIAS_GELU, CASES, CROSS_ENTROPY, LAYER_NORM, SOFTMAX
-from benchmarks.kernels.families import FAMILIES, RMS_ROWS, rows_of, variant
+from benchmarks.kernels.clusters import (
+    BIAS_GELU,
+    CASES,
+    CROSS_ENTROPY,
+    FAMILIES,
+    LAYER_NORM,
+    RMS_ROWS,
+    SOFTMAX,
+    rows_of,
+    variant,
+)
 from benchmarks.kernels.matvec import MATVEC_CASES
 
 # The neighbour is the friendly width that is nearest by ratio.

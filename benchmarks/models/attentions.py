@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models.workloads import Built, from_config, labelled
+from benchmarks.models.workloads import Built, labelled, t5_model
 
 
 class WindowAttention(nn.Module):
@@ -195,16 +194,15 @@ def swin(batch: int, side: int, channels: int, heads: int, window: int, layers: 
     return Swin(channels, heads, side, window, layers), {"x": x}
 
 
-def evoformer(batch: int, sequences: int, length: int, channels: int, pair: int, heads: int) -> Any:
+def evoformer(batch: int, sequences: int, length: int, channels: int, pair: int, heads: int) -> Built:
     x = torch.randn(batch, sequences, length, channels).requires_grad_()
     pairs = torch.randn(batch, length, length, pair).requires_grad_()
     return Evoformer(channels, pair, heads), {"x": x, "pair": pairs}
 
 
-def t5(batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int) -> Any:
-    model = from_config(
-        "T5:ForConditionalGeneration", vocab_size=vocabulary, d_model=hidden, d_kv=hidden // heads,
-        d_ff=4 * hidden, num_layers=layers, num_heads=heads, use_cache=False, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=1, feed_forward_proj="gated-gelu", dropout_rate=0.0,
+def t5(batch: int, length: int, hidden: int, heads: int, **shape: int) -> Built:
+    model = t5_model(
+        hidden, heads, use_cache=False, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        feed_forward_proj="gated-gelu", dropout_rate=0.0, **shape,
     )  # fmt: skip
     return labelled(model, batch, length, first=3)

@@ -11,30 +11,29 @@ from torch import Tensor, nn
 from benchmarks.models.workloads import Built
 
 
+def conv_norm(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(outputs)]
+
+
 class Bottleneck(nn.Module):
     """ResNet v1.5's block (He et al. 2016): [n, inputs, h, w] -> [n, 4 width, h / stride, w / stride]."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(4 * width)
-        self.relu = nn.ReLU(inplace=True)
+        self.convs = nn.Sequential(
+            *conv_norm(inputs, width, 1), nn.ReLU(inplace=True),
+            *conv_norm(width, width, 3, stride), nn.ReLU(inplace=True), *conv_norm(width, 4 * width, 1),
+        )  # fmt: skip
         self.downsample: nn.Module | None = None
         if stride > 1 or inputs != 4 * width:
-            conv = nn.Conv2d(inputs, 4 * width, 1, stride, bias=False)
-            self.downsample = nn.Sequential(conv, nn.BatchNorm2d(4 * width))
+            self.downsample = nn.Sequential(*conv_norm(inputs, 4 * width, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
+        out = self.convs(x)
         out += identity
-        return self.relu(out)
+        return F.relu(out, inplace=True)
 
 
 class ResNet(nn.Module):
@@ -42,10 +41,7 @@ class ResNet(nn.Module):
 
     def __init__(self, width: int, depths: tuple[int, ...], classes: int = 1000) -> None:
         super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-        )
-        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.stem = nn.Sequential(*conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
         blocks: list[nn.Module] = []
         inputs = width
         for stage, depth in enumerate(depths):
@@ -56,8 +52,7 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.pool(self.stem(x)))
-        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return self.fc(F.adaptive_avg_pool2d(self.blocks(self.stem(x)), 1).flatten(1))
 
 
 class InvertedResidual(nn.Module):
@@ -66,18 +61,14 @@ class InvertedResidual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()
         inner = inputs * expansion
-        wider = [] if expansion == 1 else _conv_norm(inputs, inner, 1, 1, 1)
-        narrower = [nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
-        self.conv = nn.Sequential(*wider, *_conv_norm(inner, inner, 3, stride, inner), *narrower)
+        wider = [] if expansion == 1 else [*conv_norm(inputs, inner, 1), nn.ReLU6(inplace=True)]
+        narrower = conv_norm(inner, outputs, 1)
+        each = [*conv_norm(inner, inner, 3, stride, inner), nn.ReLU6(inplace=True)]
+        self.conv = nn.Sequential(*wider, *each, *narrower)
         self.residual = stride == 1 and inputs == outputs
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.conv(x) if self.residual else self.conv(x)
-
-
-def _conv_norm(inputs: int, outputs: int, size: int, stride: int, groups: int) -> list[nn.Module]:
-    conv = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
-    return [conv, nn.BatchNorm2d(outputs), nn.ReLU6(inplace=True)]
 
 
 class MobileNetV2(nn.Module):
@@ -88,12 +79,12 @@ class MobileNetV2(nn.Module):
 
     def __init__(self, stages: int) -> None:
         super().__init__()
-        layers, inputs = _conv_norm(3, 32, 3, 2, 1), 32
+        layers, inputs = [*conv_norm(3, 32, 3, 2), nn.ReLU6(inplace=True)], 32
         for expansion, outputs, blocks, stride in self.STAGES[:stages]:
             for i in range(blocks):
                 layers.append(InvertedResidual(inputs, outputs, stride if i == 0 else 1, expansion))
                 inputs = outputs
-        self.features = nn.Sequential(*layers, *_conv_norm(inputs, 1280, 1, 1, 1))
+        self.features = nn.Sequential(*layers, *conv_norm(inputs, 1280, 1), nn.ReLU6(inplace=True))
         self.classifier = nn.Linear(1280, 1000)
 
     def forward(self, x: Tensor) -> Tensor:

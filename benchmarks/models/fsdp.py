@@ -88,12 +88,8 @@ def measure(compile_: Compile, size: dict[str, int], device: torch.device, block
     host.clear()
     step = statistics.median(run(STEPS) for _ in range(ROUNDS))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {
-        "ms": step * 1e3,
-        "host ms": statistics.median(host) * 1e3,
-        "peak GB": peak / 1e9,
-        "loss": loss.item(),
-    }
+    times = {"ms": step * 1e3, "host ms": statistics.median(host) * 1e3}
+    return times | {"peak GB": peak / 1e9, "loss": loss.item()}
 
 
 def main(options: argparse.Namespace) -> None:
@@ -110,8 +106,7 @@ def main(options: argparse.Namespace) -> None:
         row = measure(compile_, SIZES[options.size], device, blocks)
         if rank == 0:
             figures = ", ".join(f"{key} {value:.2f}" for key, value in row.items())
-            print(
-                f"{options.size}, {name}, {'each block' if blocks else 'whole model'}: {figures}", flush=True
-            )
+            over = "each block" if blocks else "whole model"
+            print(f"{options.size}, {name}, {over}: {figures}", flush=True)
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ def bart(batch: int, length: int, layers: int, heads: int, inner: int, **config:
         for side in ("encoder", "decoder")
         for key, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", inner))
     }
-    build = language("Bart:ForConditionalGeneration", vocab_size=50265, use_cache=False)
+    build = language("Bart:ForConditionalGeneration", vocabulary=50265, use_cache=False)
     return build(batch, length, **sides, **config)
 
 
@@ -96,10 +96,8 @@ class SpeedrunBlock(nn.Module):
         super().__init__()
         self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.up, self.down = (
-            nn.Linear(hidden, 4 * hidden, bias=False),
-            nn.Linear(4 * hidden, hidden, bias=False),
-        )
+        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
         self.of_values = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.of_embedding = nn.Parameter(torch.tensor([1.0, 0.0]))
 
@@ -197,43 +195,36 @@ def gat(nodes: int, edges: int, heads: int, width: int) -> Built:
 
 
 IMAGES, FEW_IMAGES = {"batch": 64, "side": 224}, {"batch": 2, "side": 32}
-
-
+SMALL = {"batch": 2, "length": 16, "hidden": 32, "layers": 1, "heads": 2}
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "exact": torch.float64}
 
 UNTUNED: tuple[Workload, ...] = (
     Workload(
-        "ALBERT 8 layers, train, 32 x 512", language("Albert:ForMaskedLM", vocab_size=30000),
-        {"batch": 32, "length": 512, "hidden_size": 768, "num_attention_heads": 12,
-         "intermediate_size": 3072, "num_hidden_layers": 8},
-        {"batch": 2, "length": 16, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64,
-         "num_hidden_layers": 2},
+        "ALBERT 8 layers, train, 32 x 512", language("Albert:ForMaskedLM", vocabulary=30000),
+        {"batch": 32, "length": 512, "hidden": 768, "heads": 12, "inner": 3072, "layers": 8},
+        SMALL | {"inner": 64, "layers": 2},
     ),
     Workload(
-        "XLNet 4 layers, train, 8 x 512", language("XLNet:LMHeadModel", vocab_size=32000),
-        {"batch": 8, "length": 512, "d_model": 768, "n_layer": 4, "n_head": 12, "d_inner": 3072},
-        {"batch": 2, "length": 16, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64},
+        "XLNet 4 layers, train, 8 x 512", language("XLNet:LMHeadModel", vocabulary=32000),
+        {"batch": 8, "length": 512, "hidden": 768, "layers": 4, "heads": 12, "d_inner": 3072},
+        SMALL | {"d_inner": 64},
     ),
     Workload(
-        "OPT 8 layers, train, 8 x 1024", language("OPT:ForCausalLM", vocab_size=50272, use_cache=False),
-        {"batch": 8, "length": 1024, "num_hidden_layers": 8},
-        {"batch": 2, "length": 16, "num_hidden_layers": 1, "hidden_size": 32, "ffn_dim": 64,
-         "num_attention_heads": 2, "word_embed_proj_dim": 32},
+        "OPT 8 layers, train, 8 x 1024", language("OPT:ForCausalLM", vocabulary=50272, use_cache=False),
+        {"batch": 8, "length": 1024, "layers": 8}, SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32},
     ),
     Workload(
-        "Bloom 6 layers, train, 8 x 1024", language("Bloom:ForCausalLM", vocab_size=50304, use_cache=False),
-        {"batch": 8, "length": 1024, "hidden_size": 1024, "n_layer": 6, "n_head": 16},
-        {"batch": 2, "length": 16, "hidden_size": 32, "n_layer": 1, "n_head": 2},
+        "Bloom 6 layers, train, 8 x 1024", language("Bloom:ForCausalLM", vocabulary=50304, use_cache=False),
+        {"batch": 8, "length": 1024, "hidden": 1024, "layers": 6, "heads": 16}, SMALL,
     ),
     Workload(
         "Qwen3-MoE 4 layers, train, 4 x 1024",
-        language("Qwen3Moe:ForCausalLM", vocab_size=64000, use_cache=False),
-        {"batch": 4, "length": 1024, "hidden_size": 1024, "intermediate_size": 2816,
-         "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 16,
-         "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4},
-        {"batch": 2, "length": 16, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32,
-         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-         "num_experts": 4, "num_experts_per_tok": 2},
+        language("Qwen3Moe:ForCausalLM", vocabulary=64000, use_cache=False),
+        {"batch": 4, "length": 1024, "hidden": 1024, "inner": 2816, "moe_intermediate_size": 768,
+         "layers": 4, "heads": 16, "kv_heads": 4, "head_dim": 64, "num_experts": 32,
+         "num_experts_per_tok": 4},
+        SMALL | {"inner": 64, "moe_intermediate_size": 32, "kv_heads": 1, "head_dim": 16, "num_experts": 4,
+                 "num_experts_per_tok": 2},
     ),
     Workload(
         "BART 4 + 4 layers, train, 16 x 512", bart,
@@ -246,8 +237,8 @@ UNTUNED: tuple[Workload, ...] = (
         {"batch": 16, "side": 512}, {"batch": 1, "side": 64}, train=False,
     ),
     Workload(
-        "DINOv2 8 layers, train, 64 images", of_images("Dinov2:Model"), IMAGES | {"num_hidden_layers": 8},
-        {"batch": 1, "side": 28, "num_hidden_layers": 1},
+        "DINOv2 8 layers, train, 64 images", of_images("Dinov2:Model"), IMAGES | {"layers": 8},
+        {"batch": 1, "side": 28, "layers": 1},
     ),
     Workload(
         "PatchTST, train, 128 series", patchtst, {"batch": 128, "length": 512, "layers": 3},

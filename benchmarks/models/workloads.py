@@ -43,9 +43,7 @@ class Workload:
         """The module and a batch; the same ones for each `seed`, or with the `weights` that are given."""
         torch.manual_seed(seed)
         before = torch.get_default_dtype()
-        torch.set_default_dtype(
-            dtype or self.dtype
-        )  # weights are born in it: no float32 copy of a large model
+        torch.set_default_dtype(dtype or self.dtype)  # of new weights: no float32 copy of a large model
         try:
             with torch.device(device):
                 model, batch = self.build(**(self.quick if quick else self.sizes))
@@ -96,13 +94,27 @@ def tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length))
 
 
+# Configurations of transformers have other names for these sizes.
+FIELDS = {
+    "hidden": "hidden_size", "inner": "intermediate_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",
+    "positions": "max_position_embeddings",
+}  # fmt: skip
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 0}
+
+
 def from_config(name: str, **fields: Any) -> nn.Module:
-    """Return a model of transformers with random weights; `name` is its family, ":" and the model's rest."""
+    """Return a model of transformers with random weights; `name` is its family, ":" and the model's rest.
+
+    Fields have the names of `FIELDS` or the configuration's own.
+    """
     import transformers
 
     family, _, rest = name.partition(":")
-    config = getattr(transformers, f"{family}Config")(**fields)
-    return getattr(transformers, f"{family}{rest}")(config)
+    config = getattr(transformers, f"{family}Config")
+    usual = {FIELDS.get(field, field): value for field, value in fields.items()}
+    own = {config.attribute_map.get(field, field): value for field, value in usual.items()}
+    return getattr(transformers, f"{family}{rest}")(config(**own))
 
 
 def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> Built:
@@ -112,19 +124,13 @@ def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> Bu
     return model, {"input_ids": ids, "labels": ids}
 
 
-def bert(batch: int, length: int, hidden: int, layers: int, heads: int, vocabulary: int) -> Built:
-    model = from_config(
-        "Bert:ForMaskedLM", vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, intermediate_size=4 * hidden, max_position_embeddings=length,
-    )  # fmt: skip
+def bert(batch: int, length: int, hidden: int, **shape: int) -> Built:
+    model = from_config("Bert:ForMaskedLM", hidden=hidden, inner=4 * hidden, positions=length, **shape)
     return labelled(model, batch, length)
 
 
-def gpt2_model(length: int, hidden: int, layers: int, heads: int, vocabulary: int, **more: Any) -> nn.Module:
-    return from_config(
-        "GPT2:LMHeadModel", vocab_size=vocabulary, n_positions=length, n_embd=hidden, n_layer=layers,
-        n_head=heads, bos_token_id=0, eos_token_id=0, **more,
-    )  # fmt: skip
+def gpt2_model(length: int, **shape: Any) -> nn.Module:
+    return from_config("GPT2:LMHeadModel", positions=length, **SPECIAL, **shape)
 
 
 def gpt2(batch: int, length: int, **shape: int) -> Built:
@@ -133,21 +139,14 @@ def gpt2(batch: int, length: int, **shape: int) -> Built:
     return labelled(model, batch, length)
 
 
-def grouped_model(
-    family: str, length: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int,
-    vocabulary: int, **more: Any,
-) -> nn.Module:  # fmt: skip
-    """Return a causal model of the family, whose heads of keys and values are fewer than its queries'."""
-    return from_config(
-        f"{family}:ForCausalLM", vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        max_position_embeddings=length, **more,
-    )  # fmt: skip
+def t5_model(hidden: int, heads: int, **more: Any) -> nn.Module:
+    widths = {"hidden": hidden, "heads": heads, "d_kv": hidden // heads, "d_ff": 4 * hidden}
+    return from_config("T5:ForConditionalGeneration", **widths, **more)
 
 
-def llama_model(length: int, **shape: int) -> nn.Module:
-    more = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
-    return grouped_model("Llama", length, **shape, **more)
+def llama_model(length: int, **shape: Any) -> nn.Module:
+    tied = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    return from_config("Llama:ForCausalLM", positions=length, **tied, **SPECIAL, **shape)
 
 
 def llama_prefill(batch: int, length: int, **shape: int) -> Built:
@@ -156,8 +155,8 @@ def llama_prefill(batch: int, length: int, **shape: int) -> Built:
 
 
 def llama_train(batch: int, length: int, **shape: int) -> Built:
-    model, made = llama_prefill(batch, length, **shape)
-    return model, made | {"labels": made["input_ids"]}
+    model, inputs = llama_prefill(batch, length, **shape)
+    return model, inputs | {"labels": inputs["input_ids"]}
 
 
 class Decoder(nn.Module):
@@ -216,17 +215,18 @@ class Decoder(nn.Module):
         return total + sum(x.nbytes * self.context // self.length for x in kept)
 
 
-def llama_decode(context: int, length: int, **shape: int) -> Built:
-    decoder = Decoder(llama_model(length, **shape), tokens(shape["vocabulary"], 1, context), length)
-    return decoder, {"input_ids": tokens(shape["vocabulary"], 1, 1)}
+def decoding(model: nn.Module, batch: int, context: int, length: int, vocabulary: int) -> Built:
+    decoder = Decoder(model, tokens(vocabulary, batch, context), length)
+    return decoder, {"input_ids": tokens(vocabulary, batch, 1)}
 
 
-def vit(batch: int, hidden: int, layers: int, heads: int, side: int) -> Built:
-    model = from_config(
-        "ViT:ForImageClassification", hidden_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, intermediate_size=4 * hidden, image_size=side, patch_size=16,
-        num_labels=1000,
-    )  # fmt: skip
+def llama_decode(context: int, length: int, batch: int = 1, **shape: int) -> Built:
+    return decoding(llama_model(length, **shape), batch, context, length, shape["vocabulary"])
+
+
+def vit(batch: int, hidden: int, side: int, **shape: int) -> Built:
+    shape |= {"inner": 4 * hidden, "image_size": side, "patch_size": 16, "num_labels": 1000}
+    model = from_config("ViT:ForImageClassification", hidden=hidden, **shape)
     return model, {"pixel_values": torch.randn(batch, 3, side, side)}
 
 

@@ -14,12 +14,14 @@ import logging
 import multiprocessing
 import re
 import resource
+import signal
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.harness.accuracy import chance, ratios_to_eager
-from benchmarks.harness.record import Record, environment, reason
+from benchmarks.harness.record import Record, begin, reason
 from benchmarks.numerics.tiny_models import Batch, CannotBuildError, architectures, loss_of, tensors_of, tiny
 from fusion_compiler import FusionWarning
 from fusion_compiler import compile as compile_model
@@ -193,63 +195,38 @@ def other(model: nn.Module, batch: Batch) -> str:
 def rows_of(
     names: Sequence[str], options: argparse.Namespace, examine: Callable[..., dict[str, Any]] = examine
 ) -> Iterator[dict[str, Any]]:
-    """The rows as they are ready. One that takes more than the budget of processor time fails."""
+    """Yield the rows as they are ready; what takes more processor time than the budget fails."""
     # Children of a process that has everything imported, and no threads and no GPU.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    left = list(names)
-    running: dict[Connection, tuple[str, Any, float]] = {}
-    while left or running:
-        while left and len(running) < max(options.jobs, 1):
-            here, there = context.Pipe(duplex=False)
-            name = left.pop(0)
-            given = (examine, name, options.backend, options.device, options.budget, there)
-            process = context.Process(target=_run, args=given)
-            process.start()
-            there.close()
-            running[here] = (name, process, time.monotonic())
-        ready = wait(list(running), timeout=1)
-        for here, (name, process, start) in list(running.items()):
-            late = time.monotonic() - start > PATIENCE * options.budget
-            if here not in ready and not late:
-                continue
-            if late:
-                process.kill()
-            yield _received(here, name, process, options)
-            del running[here]
 
+    def row_of(name: str) -> dict[str, Any]:
+        row = {"architecture": name, "backend": options.backend, "status": FAILS}
+        try:
+            with ProcessPoolExecutor(1, context, limit, (options.budget,)) as process:
+                return process.submit(examine, name, options.backend, options.device).result()
+        except BrokenProcessPool:
+            return row | {"reason": f"took more than {options.budget:.0f} s, or crashed"}
+        except Exception as error:
+            return row | {"reason": reason(error)}
 
-def _received(here: Connection, name: str, process: Any, options: argparse.Namespace) -> dict[str, Any]:
+    threads = ThreadPoolExecutor(max(options.jobs, 1))
     try:
-        return here.recv()
-    except EOFError:
-        process.join()
-        said = f"took more than {options.budget:.0f} s, or crashed: exit code {process.exitcode}"
-        return {"architecture": name, "backend": options.backend, "status": FAILS, "reason": said}
+        for row in as_completed([threads.submit(row_of, name) for name in names]):
+            yield row.result()
     finally:
-        process.join()
-        here.close()
+        threads.shutdown(cancel_futures=True)
 
 
-def _run(
-    examine: Callable[..., dict[str, Any]],
-    name: str,
-    backend: str,
-    device: str,
-    budget: float,
-    there: Connection,
-) -> None:
+def limit(budget: float) -> None:
+    """Prepare a process for one architecture: the kernel ends it after its seconds."""
     used = int(time.process_time())
     resource.setrlimit(resource.RLIMIT_CPU, (used + int(budget), used + int(budget) + 5))
+    signal.alarm(max(int(PATIENCE * budget), 1))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     torch._logging.set_logs(dynamo=logging.ERROR, inductor=logging.ERROR)
     warnings.simplefilter("ignore")
-    try:
-        row = examine(name, backend, device)
-    except Exception as error:
-        row = {"architecture": name, "backend": backend, "status": FAILS, "reason": reason(error)}
-    there.send(row)
 
 
 # -- the command ------------------------------------------------------------------------------------------
@@ -272,10 +249,9 @@ def totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def main(options: argparse.Namespace) -> Record:
-    record = Record("architectures", environment(torch.device(options.device)), options.json)
+    record = begin("architectures", options)
     names = [name for name in architectures() if re.search(options.filter, name)]
     if options.resume:
-        record.resume()
         chosen = {*names}
         again = [r for r in record.rows if r["status"] in (DIFFERS, FAILS) and r["architecture"] in chosen]
         record.rows = [r for r in record.rows if r not in again]

@@ -9,36 +9,49 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.decoding import decode
 from benchmarks.harness import tables
 from benchmarks.harness.record import ROOT
-from benchmarks.harness.tables import Row, cell_of, counted, figure, lines_of, markdown
-from benchmarks.kernels.bars import family_of, fraction
+from benchmarks.harness.tables import Row, cell_of, counted, figure, lines_of, markdown, value
+from benchmarks.kernels import bars, sweep
 from benchmarks.kernels.case import FIRST_TABLE, PHASES
-from benchmarks.models import steps
-from benchmarks.optimizer import bars as optimizer_bars
+from benchmarks.models import measure as steps
 from benchmarks.optimizer import measure as optimizer
-from benchmarks.pages import performance
 from benchmarks.pages import reports as pages
-from benchmarks.pages.performance import MARK as FIGURES
-from benchmarks.pages.performance import origin, parts_of, rewritten
+from benchmarks.pages.reports import rewritten
 from fusion_compiler.report.report import missed_text
 
+FIGURES = "figures: written by python -m benchmarks readme"
 PLAN = "plan: written by python -m benchmarks readme"
 MISSED = 3  # fusions that the README shows
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def origin(result: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
+    return f"`{result['command']}` at {result['commit']} on {result['device']}: {versions}."
+
+
+def parts_of(results: Path, writers: Mapping[str, Callable[[dict[str, Any]], str]]) -> list[str]:
+    """Return what is written of each benchmark; one without a result file has no part."""
+    files = {write: results / f"{name}.json" for name, write in writers.items()}
+    return [write(json.loads(file.read_text())) for write, file in files.items() if file.exists()]
 
 
 def kernels_text(result: dict[str, Any]) -> str:
     """Fractions of the copy bandwidth, forward and forward + backward."""
 
     def reached(row: Row | None, name: str) -> str:
-        return "failed" if row and "failed" in cell_of(row, name) else figure(row and fraction(row, name))
+        if row is None:
+            return "-"
+        return "failed" if "failed" in cell_of(row, name) else figure(bars.fraction(row, name))
 
-    named = {(r["case"], r["phase"]): r for r in result["rows"] if family_of(r) == FIRST_TABLE}
+    named = {(r["case"], r["phase"]): r for r in result["rows"] if bars.family_of(r) == FIRST_TABLE}
     columns = [(phase, name) for phase in PHASES for name in ("eager", "compile", "ours")]
     lines = [
         [case, *(reached(named.get((case, phase)), name) for phase, name in columns)]
@@ -98,9 +111,9 @@ def decode_text(result: dict[str, Any]) -> str:
 
 def optimizer_text(result: dict[str, Any]) -> str:
     """Updates and whole steps for each optimizer, and the bars that are missed."""
-    held = list(optimizer_bars.bars(result["rows"], optimizer.LIST))
+    held = list(optimizer.bars(result["rows"], optimizer.LIST))
     missed = [f"- {line}" for line in tables.missed(held)]
-    header, lines = lines_of(optimizer_bars.COLUMNS, result["rows"])
+    header, lines = lines_of(optimizer.COLUMNS, result["rows"])
     return "\n\n".join(
         [
             "Updates alone: ms, and what part of that a copy of their bytes takes. Whole steps: ms of wall "
@@ -114,14 +127,14 @@ def optimizer_text(result: dict[str, Any]) -> str:
 
 
 def text_of(results: Path) -> str:
-    """The block between the marks."""
+    """Return the block between the README's marks."""
     nets_text = functools.partial(models_text, lead=NETS)
     writers = {"kernels": kernels_text, "models": models_text, "nets": nets_text, "decode": decode_text}
     return "\n\n".join(parts_of(results, writers))
 
 
 def optimizer_page(results: Path) -> str:
-    """The block between the marks of docs/optimizer.md."""
+    """Return the block between the marks of docs/optimizer.md."""
     return "".join(parts_of(results, {"optimizer": optimizer_text}))
 
 
@@ -133,12 +146,83 @@ def plan_text() -> str:
     return pages.quoted(text)
 
 
+# docs/performance.md
+
+HEAD = """*Fraction* is the time that a device-to-device copy of the ideal bytes (each input read once, each
+output written once) takes in the same run, divided by the GPU time of the cluster's kernels. A *bar* is the
+fraction to reach; beside a friendly size that reaches more than .95 an unfriendly one has to reach .80.
+Ratios are the peer's time divided by ours."""
+PEERS = ("compile", "autotune", "liger")
+
+
+def clusters_text(result: Mapping[str, Any]) -> str:
+    rows: list[Row] = result["rows"]
+    families = list(dict.fromkeys(bars.family_of(r) for r in rows))
+    summary = bars.summarize(rows)
+    means = f"Over all cases: {', '.join(bars.means_of(summary))}."
+    parts = ["## Clusters", markdown(*bars.family_lines(summary, PEERS)), means]
+    for family in families:
+        parts += [f"### {family[0].upper()}{family[1:]}", family_table(family, rows)]
+    return "\n\n".join([*parts, origin(result)])
+
+
+def family_table(family: str, rows: Sequence[Row]) -> str:
+    of_family = [r for r in rows if bars.family_of(r) == family]
+    peers = [p for p in PEERS if any(p in r["cells"] for r in of_family)]
+    lines: list[list[str]] = []
+    for row in of_family:
+        reached = "failed" if "failed" in cell_of(row, "ours") else figure(bars.fraction(row))
+        verdicts = [figure(bars.bar_of(row, rows)), reached, bars.verdict(row, rows)]
+        us = figure(value(row, "ours", "us"), ".0f")
+        lines.append([bars.label(row), us, *verdicts, *(figure(bars.ratio(row, p)) for p in peers)])
+    return markdown(["cluster", "us", "bar", "fraction", "", *(f"x {p}" for p in peers)], lines)
+
+
+def sweep_text(result: Mapping[str, Any]) -> str:
+    found = list(sweep.cliffs(result["rows"]))
+    listed = "\n\n" + "\n".join(f"- {line}" for line in found) if found else " none."
+    text = f"Neighbours of which one reaches less than {sweep.CLIFF} of the other:{listed}"
+    return "\n\n".join(
+        ["## Every width", "![fraction over the width of a row](sweep.svg)", text, origin(result)]
+    )
+
+
+def schedules_text(result: Mapping[str, Any]) -> str:
+    """Per cluster the first choice and the best found; how often the rules are right."""
+    lines: list[list[str]] = []
+    for row in result["rows"]:
+        for c in (c for c in row["clusters"] if "best" in c):
+            first, best = c["first"], c["best"]
+            times = [text for n in (first, best) for text in (n["schedule"], figure(n["us"], ".1f"))]
+            over = figure(first["us"] and first["us"] / best["us"])
+            cluster = [f"{row['case']}: {c['cluster']}", figure(c["predicted_us"], ".1f")]
+            lines.append([*cluster, *times, over, row["commit"]])
+    header = ["cluster", "predicted us", "first choice", "us", "best found", "us", "first / best", "at"]
+    means = "\n".join(f"- {name}: {value:.2f}" for name, value in result["summary"].items())
+    return "\n\n".join(["## Schedules", means, markdown(header, lines), origin(result)])
+
+
+def page_of(results: Path) -> str:
+    """Return what stands between the marks of docs/performance.md."""
+    writers = {"kernels": clusters_text, "sweep": sweep_text, "schedules": schedules_text}
+    return "\n\n".join([HEAD, *parts_of(results, writers)])
+
+
+def write_performance(results: Path, folder: Path) -> None:
+    """Write the figures of docs/performance.md between its marks, and the picture that it shows."""
+    page = folder / "performance.md"
+    page.write_text(rewritten(page.read_text(), FIGURES, page_of(results)))
+    file = results / "sweep.json"
+    if file.exists():
+        (folder / "sweep.svg").write_text(sweep.figure_of(json.loads(file.read_text())["rows"]))
+
+
 def main(options: argparse.Namespace) -> None:
     results = options.json.parent if options.json else RESULTS
-    file = ROOT / "README.md"
-    readme = rewritten(file.read_text(), FIGURES, text_of(results))
-    file.write_text(rewritten(readme, PLAN, plan_text()))
-    performance.write(results, ROOT / "docs")
+    page = ROOT / "README.md"
+    readme = rewritten(page.read_text(), FIGURES, text_of(results))
+    page.write_text(rewritten(readme, PLAN, plan_text()))
+    write_performance(results, ROOT / "docs")
     page = ROOT / "docs" / "optimizer.md"
     page.write_text(rewritten(page.read_text(), FIGURES, optimizer_page(results)))
     pages.write(ROOT / "docs")

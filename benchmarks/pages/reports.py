@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusion_compiler as fc
 from benchmarks.harness.tables import markdown
-from benchmarks.pages.performance import rewritten
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan_data import Call
@@ -37,6 +36,16 @@ QUESTIONS = (
     ("mm_3", "norm1"),
     ("add_12", "mul_softmax_dropout"),
 )
+
+
+def rewritten(text: str, mark: str, inner: str) -> str:
+    """`text` with what stands between a mark and its end replaced. Raises ValueError where one is missing."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark.partition(':')[0]} -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the file needs the lines {begin} and {end}")
+    return f"{head}{begin}\n{inner}\n{end}{tail}" if inner else f"{head}{begin}\n{end}{tail}"
 
 
 @cache

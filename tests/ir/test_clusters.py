@@ -10,8 +10,7 @@ import torch
 import fusion_compiler as fc
 from benchmarks.harness.accuracy import not_worse
 from benchmarks.kernels.case import Case
-from benchmarks.kernels.clusters import CASES
-from benchmarks.kernels.families import CAT_CASES
+from benchmarks.kernels.clusters import CASES, CAT_CASES
 from benchmarks.kernels.measure import leaves, run, truth_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from benchmarks.models.experts import deepseek
+from benchmarks.models.nets import deepseek
 from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS
 from fusion_compiler.pipeline import passes_at

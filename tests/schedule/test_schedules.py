@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.__main__ import parse
 from benchmarks.kernels import ranking, schedules
 from benchmarks.kernels.case import Case
-from benchmarks.kernels.schedules import Found, GpuClock, InterpreterClock, Search, clusters_of, summarize
+from benchmarks.kernels.schedules import Clock, Found, Search, clusters_of, summarize
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
@@ -72,7 +72,7 @@ def test_neighbours_are_one_step_away() -> None:
     assert {(s.block_cols, s.num_warps) for s in near} == {(256, 4), (2048, 4), (512, 2), (512, 8), (256, 2)}
 
 
-class Rigged(InterpreterClock):
+class Rigged(Clock):
     """Fastest at two warps and 512 columns, the slower the further from there."""
 
     def times(self, found: Found, programs: object) -> list[float | str]:
@@ -106,7 +106,7 @@ def test_on_a_gpu_what_cannot_be_launched_is_left_out(monkeypatch: pytest.Monkey
     monkeypatch.setattr(schedules, "compile_builds", lambda builds, workers: compiled.extend(builds))
     (found,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
     gpu = Timed(refused=("8",))  # warps
-    search = Search(found, GpuClock(gpu), limit=4)
+    search = Search(found, Clock(gpu), limit=4)
     search.prepare()
     first = search.first_round()
     assert len(compiled) == len(first)

@@ -14,10 +14,9 @@ from benchmarks.kernels import sweep
 from benchmarks.kernels.case import PHASES
 from benchmarks.kernels.sizes import SWEEP_WIDTHS
 from benchmarks.kernels.sizes import sweep as sweep_cases
-from benchmarks.pages import performance
-from benchmarks.pages.performance import MARK, rewritten
 from benchmarks.pages.plot import Line, svg
-from benchmarks.pages.readme import RESULTS
+from benchmarks.pages.readme import FIGURES, RESULTS, page_of, write_performance
+from benchmarks.pages.reports import rewritten
 
 ORIGIN = {
     "command": "python -m benchmarks",
@@ -88,8 +87,8 @@ def results(folder: Path) -> Path:
 
 def test_the_page_holds_results_to_their_bars_and_keeps_what_a_person_wrote(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
-    page.write_text(f"mine\n<!-- {MARK} -->\nold\n<!-- end of figures -->\nmine too\n")
-    performance.write(results(tmp_path), tmp_path)
+    page.write_text(f"mine\n<!-- {FIGURES} -->\nold\n<!-- end of figures -->\nmine too\n")
+    write_performance(results(tmp_path), tmp_path)
     text = page.read_text()
     assert text.startswith("mine\n") and text.endswith("mine too\n") and "old" not in text
     assert "| softmax, 4096 wide, fwd | 1 | 0.95 | 0.97 | met |" in text
@@ -99,9 +98,9 @@ def test_the_page_holds_results_to_their_bars_and_keeps_what_a_person_wrote(tmp_
     assert "at 0123abc on GPU: torch 2.11" in text
     assert (tmp_path / "sweep.svg").exists()
     with pytest.raises(ValueError, match="needs the lines"):
-        rewritten("no marks", MARK, "")
+        rewritten("no marks", FIGURES, "")
 
 
 def test_the_page_is_what_the_results_say() -> None:
     page = (ROOT / "docs" / "performance.md").read_text()
-    assert rewritten(page, MARK, performance.text_of(RESULTS)) == page
+    assert rewritten(page, FIGURES, page_of(RESULTS)) == page
