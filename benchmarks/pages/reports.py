@@ -123,7 +123,7 @@ def _operator(target: str, kind: str, calls: list[Call], us: float) -> list[str]
 
 def quoted(text: str) -> str:
     """As a block of a page, without the times of planning, which are another's matter."""
-    untimed = re.sub(r"seconds: .*\n+", "", text)
+    untimed = re.sub(r"\nseconds: .*", "", text)
     return f"```\n{untimed}\n```"
 
 

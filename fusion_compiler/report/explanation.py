@@ -126,8 +126,8 @@ def _report(
 
 def _assumed(plans: tuple[FusionPlan, ...]) -> str:
     """Name the libraries that the plans depend on and that this build of PyTorch does not have."""
-    calls = {name for plan in plans for name in library_calls(plan)}
-    if cudnn_version() is None and any("cudnn_attention" in name for name in calls):
+    calls = (call.target for plan in plans for call in library_calls(plan))
+    if cudnn_version() is None and any("cudnn_attention" in target for target in calls):
         return "with cuDNN 9.15.1 or later, which computes attention"
     return ""
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.decision import Decision, Decisions
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Rejected
-from fusion_compiler.passes.fuse.answer import saving
+from fusion_compiler.ir.plan_text import alike
 from fusion_compiler.passes.fuse.why import Why
 
 MOST_MISSED = 10
@@ -27,13 +27,9 @@ class Missed:
     """
 
     graph: str
-    refused: Rejected
+    refused: Decision
     times: int
     total_us: float
-
-    def __str__(self) -> str:
-        r, times = self.refused, f" x{self.times}" if self.times > 1 else ""
-        return f"{r.a} + {r.b}{times}: {r.rule}: {r.reason}. {saving(r)}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +63,10 @@ class ReportData:
         """Return the object that answers questions about each graph, by the graph's name."""
         return {plan.name: Why(plan) for plan in self.plans}
 
-    @cached_property
-    def edges(self) -> Mapping[str, tuple[Rejected, ...]]:
+    @property
+    def edges(self) -> Mapping[str, Decisions]:
         """Return, for each graph, the reasons why neighbours are not one kernel."""
-        return {name: why.edges() for name, why in self.questions.items()}
+        return {plan.name: plan.refusals for plan in self.plans}
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -81,27 +77,9 @@ class ReportData:
     def missed(self) -> tuple[Missed, ...]:
         """Return the ten missed fusions that cost most, or may; repetitions in other layers count as one."""
         candidates = [
-            Missed(name, same[0], len(same), sum(r.saving_us for r in same))
+            Missed(name, same[0], len(same), sum(r.saving for r in same))
             for name, edges in self.edges.items()
-            for same in _alike(edges)
+            for same in itertools.chain.from_iterable(alike(edges))
         ]
         ranked = sorted((m for m in candidates if m.total_us > 0), key=lambda m: -m.total_us)
         return tuple(ranked[:MOST_MISSED])
-
-
-def _alike(edges: Sequence[Rejected]) -> list[list[Rejected]]:
-    """Group refusals that differ only in the numbers within their names.
-
-    Two that share a unit are in different groups: they are alternatives, and their savings do not add up.
-    """
-    groups: dict[tuple[str, ...], list[list[Rejected]]] = {}
-    for r in edges:
-        key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason))
-        similar = groups.setdefault(key, [])
-        disjoint = (same for same in similar if not any({r.a, r.b} & {s.a, s.b} for s in same))
-        group = next(disjoint, None)
-        if group is None:
-            similar.append([r])
-        else:
-            group.append(r)
-    return [same for similar in groups.values() for same in similar]

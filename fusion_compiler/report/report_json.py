@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from fusion_compiler.ir import plan_text
 from fusion_compiler.ir.dag import Op, TensorMeta
+from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Call, Cost, Rejected
+from fusion_compiler.ir.plan_data import Call, Cost
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.movement import CLASSES, class_of
 from fusion_compiler.passes.fuse.why import Unit, Why
@@ -121,13 +121,13 @@ def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
     us = sum(call.cost.us for call in plan.calls)
     return {
         "name": plan.name,
-        "phase": plan.name.rpartition(".")[2],
+        "phase": plan.phase,
         "totals": _totals(why),
         "calls": [_call(call, unit_of, us, why.setting.device) for call in plan.calls],
         "ops": [_op(op, why, unit_of.get(op.name)) for op in ops],
         "units": [_unit(report, why, why.units[name], measured.get(name)) for name in why.order],
         "edges": [_edge(why, refused) for refused in report.edges[plan.name]],
-        "decisions": [asdict(decision) for decision in plan.decisions],
+        "decisions": list(map(plan_text.decision_json, plan.about_graph)),
         "notes": plan.notes,
     }
 
@@ -212,15 +212,15 @@ def _bound_text(cost: Cost, device: DeviceSpec) -> str:
             return f"shorter than two launches of {device.floor_us} us: what counts is that it is one"
 
 
-def _edge(why: Why, refused: Rejected) -> Row:
+def _edge(why: Why, refused: Decision) -> Row:
     return {
-        "a": refused.a,
-        "b": refused.b,
+        "a": refused.subject,
+        "b": refused.other,
         "tensors": list(refused.tensors),
         "bytes": sum(map(why.tensors.bytes, refused.tensors)),
         "rule": refused.rule,
         "reason": refused.reason,
-        "saving_us": refused.saving_us,
+        "saving_us": refused.saving,
         "at_most": refused.at_most,
     }
 
