@@ -29,6 +29,11 @@ class Cost:
     flops: int
     bound: str
 
+    @property
+    def moved(self) -> int:
+        """Return the bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
 
 @dataclass(frozen=True)
 class Call:

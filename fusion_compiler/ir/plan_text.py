@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TextIO
@@ -68,8 +68,8 @@ def totals(plan: PlanData) -> Totals:
         distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
         library_calls=len(library_calls(plan)),
         eager_ops=len(eager_ops(plan)),
-        bytes_before=sum(c.cost.bytes_read + c.cost.bytes_written for c in calls),
-        bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
+        bytes_before=sum(c.cost.moved for c in calls),
+        bytes_after=sum(c.cost.moved for c in plan.clusters),
         us_before=sum(call.cost.us for call in calls),
         us_after=sum(cluster.cost.us for cluster in plan.clusters),
     )
@@ -189,7 +189,7 @@ def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
             f"x{len(same)}" if len(same) > 1 else "",
             str(len(first.ops)),
             shortened(iteration_space(first), 24),
-            human_bytes(cost.bytes_read + cost.bytes_written),
+            human_bytes(cost.moved),
             f"{cost.us:.1f}",
             f"{first.eager_us:.1f}",
             cost.bound,
@@ -390,17 +390,14 @@ def plan_json(plan: PlanData) -> dict[str, object]:
         "schema": SCHEMA,
         "graph": plan.name,
         "device": plan.device,
-        "totals": dict(vars(totals(plan))),
+        "totals": asdict(totals(plan)),
         "cycle": list(ring),
         "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in clusters],
         "library_calls": dict(sorted(Counter(short_name(op(left).target) for left in calls).items())),
         "eager": [
             {
-                "op": left.subject,
-                "target": left.target,
-                "kind": str(op(left).kind),
-                "reason": left.reason,
-                "source": source_json(left.source),
+                "op": left.subject, "target": left.target, "kind": str(op(left).kind),
+                "reason": left.reason, "source": source_json(left.source),
             }
             for left in eager_ops(plan)
         ],
@@ -410,7 +407,7 @@ def plan_json(plan: PlanData) -> dict[str, object]:
         ],
         "decisions": list(map(decision_json, plan.decisions)),
         "notes": plan.notes,
-    }
+    }  # fmt: skip
 
 
 def decision_json(decision: Decision) -> dict[str, object]:
@@ -421,7 +418,6 @@ def decision_json(decision: Decision) -> dict[str, object]:
 
 def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, object]:
     ops = [dag.op(name) for name in cluster.ops]
-    cost = cluster.cost
     return {
         "name": cluster.name,
         "pattern": cluster.pattern,
@@ -434,22 +430,14 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
         "outputs": list(cluster.outputs),
         "axes": [
             {
-                "name": axis.name,
-                "size": axis.size if isinstance(axis.size, int) else str(axis.size),
-                "group": axis.group,
-                "estimate": hint(axis.size),
+                "name": axis.name, "size": axis.size if isinstance(axis.size, int) else str(axis.size),
+                "group": axis.group, "estimate": hint(axis.size),
             }
             for axis in cluster.loops.axes
         ],
-        "cost": {
-            "us": cost.us,
-            "bytes_read": cost.bytes_read,
-            "bytes_written": cost.bytes_written,
-            "flops": cost.flops,
-            "bound": cost.bound,
-        },
+        "cost": asdict(cluster.cost),
         "eager_us": cluster.eager_us,
-    }
+    }  # fmt: skip
 
 
 def print_plan(plan: PlanData, level: int = 1, file: TextIO | None = None) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.decision import Decision, Decisions
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import alike
 from fusion_compiler.passes.fuse.why import Why
@@ -48,7 +51,6 @@ class ReportData:
     plans: tuple[FusionPlan, ...]
     incomplete: str = ""
     not_whole: str = ""
-    emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
     measured: Mapping[str, Any] | None = None
     breaks: tuple[GraphBreak, ...] = ()
     assumed: str = ""
@@ -70,8 +72,19 @@ class ReportData:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """Return (graph, cluster) -> (kernel, Triton source); clusters of the same work share a kernel."""
-        return self.emit(self.plans)
+        """Return (graph, cluster) -> (kernel, Triton source); the same work is emitted once."""
+        emitted: dict[Canonical, tuple[str, str]] = {}
+        kernels_by_cluster: dict[tuple[str, str], tuple[str, str]] = {}
+        for plan in self.plans:
+            for cluster in plan.clusters:
+                key = canonical(cluster, plan.dag)
+                if key not in emitted:
+                    kernels = emit_cluster(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
+                    taken = {name for name, _ in emitted.values()}
+                    name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
+                    emitted[key] = name, "\n\n".join(kernel.source for kernel in kernels)
+                kernels_by_cluster[plan.name, cluster.name] = emitted[key]
+        return kernels_by_cluster
 
     @property
     def missed(self) -> tuple[Missed, ...]:

@@ -88,7 +88,7 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
 def _is_ready(search: Search, candidate: Candidate) -> bool:
     """True if a candidate is small and reads arguments of the graph alone, like batch norm counters."""
     cost = candidate.cost
-    small = cost.bytes_read + cost.bytes_written <= READY_BYTES
+    small = cost.moved <= READY_BYTES
     return small and search.pool.read_by(candidate) <= frozenset(search.dag.inputs)
 
 

@@ -234,8 +234,7 @@ class Why:
             return 0.0
         device = self.setting.device
         shared = dict.fromkeys(self.passed(a, b) + self.read_by_both(a, b))
-        moved = sum(cost.bytes_read + cost.bytes_written for cost in costs)
-        rest = moved - sum(self._saved_bytes(name, a, b) for name in shared)
+        rest = sum(cost.moved for cost in costs) - sum(self._saved_bytes(name, a, b) for name in shared)
         computing = (cost.us for cost in costs if cost.bound == "arithmetic")
         best = max(device.launch_us, rest / device.copy_bandwidth * 1e6, *computing)
         return max(0.0, sum(cost.us for cost in costs) - best)
