@@ -86,7 +86,7 @@ class Compiled:
     def eager_ops(self) -> set[str]:
         """Targets that stayed ATen calls, library calls aside."""
         left = (left for plan in self.plans for left in plan.leftovers)
-        return {item.target for item in left if item.kind != "contraction"}
+        return {item.target for item in left if item.rule != "library call"}
 
 
 def fall_back(runners: Iterable[Runner]) -> None:

@@ -255,8 +255,8 @@ def refusals(compiled: Compiled) -> str:
     found: set[str] = set()
     for plan in compiled.plans:
         for left in plan.leftovers:
-            op = plan.dag.op(left.op)
-            metas = [m for n in (left.op, *op.inputs) for m in plan.dag.op(n).outputs]
+            op = plan.dag.op(left.subject)
+            metas = [m for n in (left.subject, *op.inputs) for m in plan.dag.op(n).outputs]
             if spec_of(op.target) is not None and not any(m.dtype.is_complex for m in metas):
                 found.add(f"{left.target}: {left.reason}")
     return "; ".join(sorted(found))

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.dag import Op, OpDag, Source, TensorMeta
-from fusion_compiler.ir.decision import noted
+from fusion_compiler.ir.decision import EAGER_OP, LIBRARY_CALL, Decision, Outcome, apart, noted
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import COLS, ROWS
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Cluster, Leftover, Rejected
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import cost_of
 from fusion_compiler.passes.fuse.movement import eager_calls
@@ -32,6 +32,11 @@ def op(name: str, target: object, kind: Kind, *inputs: str, layer: int, line: in
     return Op(name, target, kind, inputs, (META,), (), (), 8192 * 4096, moved, source)
 
 
+def left(rule: str, name: str, target: str, reason: str, source: Source | None = None) -> Decision:
+    """The decision that an op stays a call."""
+    return Decision(rule, name, Outcome.REFUSED, reason, target=target, source=source)
+
+
 def nest() -> Nest:
     n = Nest({"r": (8192, ROWS), "c": (4096, COLS)})
     total = n.add(n.load("x", "r", "c"), n.load("b", "c"))
@@ -43,7 +48,7 @@ def layered_plan(layers: int = 3) -> FusionPlan:
     graph = nx.DiGraph()
     graph.add_node("x", op=Op("x", "placeholder", Kind.OPAQUE, (), (META,), (), (), 0, 0, None))
     clusters: list[Cluster] = []
-    leftovers: list[Leftover] = []
+    leftovers: list[Decision] = []
     last = "x"
     for i in range(layers):
         ops = [
@@ -62,20 +67,18 @@ def layered_plan(layers: int = 3) -> FusionPlan:
         cost = cost_of(n.nest(), H200, n.buffers)
         inputs, outputs = (f"mm_{i}",), (f"mul_{i}",)
         clusters.append(Cluster(f"add_tanh_mul_{i}", members, inputs, outputs, n.nest(), cost, ()))
-        leftovers.append(Leftover(f"mm_{i}", "aten.mm.default", Kind.CONTRACTION, "a library call", None))
+        leftovers.append(left(LIBRARY_CALL, f"mm_{i}", "aten.mm.default", "library call"))
         reason = "no row in the operator table"
-        leftovers.append(Leftover(f"topk_{i}", "aten.topk.default", Kind.OPAQUE, reason, ops[5].source))
+        leftovers.append(left(EAGER_OP, f"topk_{i}", "aten.topk.default", reason, ops[5].source))
         last = f"topk_{i}"
-    rejections = tuple(
-        Rejected(f"mul_{i}", f"mm_{i + 1}", "contraction", "a matrix product stays a library call", 12.25)
+    refusals = tuple(
+        apart(f"mul_{i}", f"mm_{i + 1}", "contraction", "mm is a library call", 12.25, True)
         for i in range(layers - 1)
     ) + tuple(
-        Rejected(f"a{i}x", f"b{i}x", "cost", f"merging costs {i} us in registers", -1.0 * i) for i in range(6)
+        apart(f"a{i}x", f"b{i}x", "cost", f"merging costs {i} us in registers", -1.0 * i) for i in range(6)
     )
     dag = OpDag(graph, ("x",), (last,), fx.GraphModule({}, fx.Graph()))
     decisions = (noted("masks", "one attention mask proved causal"),)
     calls = eager_calls(dag, False, H200, {})
     fused = [replace(c, eager=tuple(call for call in calls if call.name in c.ops)) for c in clusters]
-    return FusionPlan(
-        "graph0.forward", dag, tuple(fused), tuple(leftovers), rejections, "h200", calls, decisions
-    )
+    return FusionPlan("graph0.forward", dag, tuple(fused), "h200", calls, (*decisions, *leftovers, *refusals))

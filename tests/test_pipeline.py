@@ -33,16 +33,6 @@ def test_every_rewrite_that_ends_a_module_is_in_the_list() -> None:
     assert len(values) == len(PASSES) - 1 and values  # writes in place are a module of capture
 
 
-def test_a_disabled_pass_is_left_out() -> None:
-    x = torch.randn(2, 3, 5, 5)
-    ours = fc.compile(pooled, backend="eager")
-    without = fc.compile(pooled, backend="eager", disable=("global average pool",))
-    for fast in (ours, without):
-        torch.testing.assert_close(fast(x), pooled(x))
-    assert ours.plan[0].notes["global average pool"].startswith("done")
-    assert "global average pool" not in without.plan[0].notes
-
-
 @pytest.mark.parametrize("disable", ["max-pool lowering", ("max-pool lowerings",)])
 def test_a_name_that_is_no_pass_is_an_error(disable: object) -> None:
     with pytest.raises(InvalidOptionError, match="disable") as caught:

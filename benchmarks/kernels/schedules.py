@@ -217,7 +217,7 @@ class Search:
     def result(self, bandwidth: float) -> dict[str, Any]:
         """What is kept: the first choice, the tuner's best, the best found, and every timing."""
         cost = self.found.cost
-        ideal = (cost.bytes_read + cost.bytes_written) / bandwidth * 1e6
+        ideal = cost.moved / bandwidth * 1e6
         shown: dict[str, Any] = {
             "cluster": self.found.name,
             "predicted_us": cost.us,

@@ -112,7 +112,7 @@ def _by_target(calls: Iterable[Call]) -> dict[tuple[str, str], list[Call]]:
 
 
 def _operator(target: str, kind: str, calls: list[Call], us: float) -> list[str]:
-    moved = sum(c.cost.bytes_read + c.cost.bytes_written for c in calls)
+    moved = sum(c.cost.moved for c in calls)
     flops, mine = sum(c.flops for c in calls), sum(c.cost.us for c in calls)
     usage = moved / device_spec("h200").copy_bandwidth * 1e6 / mine
     return [
@@ -132,7 +132,7 @@ def _operator(target: str, kind: str, calls: list[Call], us: float) -> list[str]
 
 def quoted(text: str) -> str:
     """As a block of a page, without the times of planning, which are another's matter."""
-    untimed = re.sub(r"seconds: .*\n+", "", text)
+    untimed = re.sub(r"\nseconds: .*", "", text)
     return f"```\n{untimed}\n```"
 
 

@@ -44,7 +44,7 @@ from fusion_compiler.errors import (
 from fusion_compiler.ir.breaks import GraphBreak
 from fusion_compiler.ir.canonical import Canonical
 from fusion_compiler.ir.dag import OpDag, build, size_hints
-from fusion_compiler.ir.decision import Decisions, noted
+from fusion_compiler.ir.decision import EAGER_OP, Decisions, noted
 from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.graph_pass import Level, Pass
@@ -318,9 +318,9 @@ class Compiler:
 
     def report_left(self, plan: FusionPlan) -> None:
         """Warn of dtypes that no kernel can hold; if strict, raise if an op has no kernel and no library."""
-        wanting = [left for left in plan.leftovers if not left.library]
+        wanting = [left for left in plan.leftovers if left.rule == EAGER_OP]
         for left in wanting:
-            complex_ones = [m.dtype for m in plan.dag.op(left.op).outputs if m.dtype.is_complex]
+            complex_ones = [m.dtype for m in plan.dag.op(left.subject).outputs if m.dtype.is_complex]
             if complex_ones:
                 error = UnsupportedDtypeError(left.source, op=left.target, dtype=complex_ones[0])
                 self.warned.fall_back("dtype", error)

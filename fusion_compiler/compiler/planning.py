@@ -77,7 +77,9 @@ class Planner:
             backward=is_backward,
             matches=matched.matches,
         )
-        return Planned(plan.decided(*notes), None, key, decisions)
+        names = {pattern.name for pattern in self.user_patterns}
+        refused = (d for d in plan.about_graph if d.rule in names)
+        return Planned(plan.decided(*notes, *refused), None, key, decisions)
 
     def keep(
         self, planned: Planned, plan: FusionPlan, programs: Mapping[str, tuple[Program, ...]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import linecache
 import math
 import operator
@@ -46,7 +47,7 @@ def written(
         definitions += before
         shown[role] = text
     positional = [shown.pop(role) for role in ("code", "after", "run") if role in shown]
-    keywords = [f"{k}={_option(v)}" for k, v in options.items()] + [f"{k}={v}" for k, v in shown.items()]
+    keywords = [f"{k}={_text(v)}" for k, v in options.items()] + [f"{k}={v}" for k, v in shown.items()]
     arguments = [*positional, *map(_value, example), *keywords]
     call = f"pattern = fc.{sort}({', '.join(arguments)})"
     if len(call) > 100 or "\n" in call:
@@ -166,7 +167,7 @@ def _unique(name: str, role: str, names: dict[str, object]) -> str:
 def _value(value: Any) -> str:
     """Return an example argument as text. The values of floats do not count; integers may be indices."""
     if not isinstance(value, Tensor):
-        return _number(value)
+        return _text(value)
     dtype = "" if value.dtype is torch.float32 else f", dtype={value.dtype}"
     shape = ", ".join(map(str, value.shape)) if value.dim() else "()"
     if value.is_floating_point() or value.is_complex():
@@ -176,18 +177,21 @@ def _value(value: Any) -> str:
     return f"torch.zeros({shape}{dtype})"
 
 
-def _option(value: Any) -> str:
+def _text(value: Any) -> str:
+    """Return an option of a pattern, or an argument of a call, as Python."""
+    if isinstance(value, _Name):
+        return value
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_option, value))})"
+        return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_option(k)}: {_option(v)}" for k, v in value.items()) + "}"
-    return f'"{value}"' if isinstance(value, str) else _number(value)
-
-
-def _number(value: Any) -> str:
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
-    return repr(value)
+    if isinstance(value, torch.device):
+        return f"torch.{value!r}"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> str:
@@ -210,7 +214,7 @@ def _traced(name: str, function: Callable[..., Any], example: Sequence[Any]) -> 
         elif node.op == "call_function":
             lines.append(f"    {node.name} = {_call(node.target, args, kwargs)}")
         elif node.op == "output":
-            lines.append(f"    return {_argument(args[0])}")
+            lines.append(f"    return {_text(args[0])}")
     return "\n".join(lines)
 
 
@@ -267,14 +271,5 @@ def parameter_names(function: Callable[..., Any], count: int) -> list[str]:
 def _call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     if target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
-    named = [f"{k}={_argument(v)}" for k, v in kwargs.items()]
-    return f"torch.ops.{target}({', '.join([*map(_argument, args), *named])})"
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, _Name):
-        return value
-    if isinstance(value, list | tuple):
-        inner = ", ".join(map(_argument, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
-    return f"torch.{value!r}" if isinstance(value, torch.device) else _number(value)
+    named = [f"{k}={_text(v)}" for k, v in kwargs.items()]
+    return f"torch.ops.{target}({', '.join([*map(_text, args), *named])})"

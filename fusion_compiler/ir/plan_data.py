@@ -1,6 +1,4 @@
-"""Describe what a fusion plan consists of: clusters, the refusals between them, and what stays an ATen
-call.
-"""
+"""Describe what a fusion plan consists of: clusters, and the decisions about the graph, pairs and calls."""
 
 from __future__ import annotations
 
@@ -12,48 +10,9 @@ from typing import Any, Self
 import sympy
 
 from fusion_compiler.ir.dag import OpDag, Source
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome, texts_of
+from fusion_compiler.ir.decision import Decision, Decisions, texts_of
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import LoopNest
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A rejection says why two things did not become one cluster: the rule that spoke first and its numbers.
-
-    saving_us: what merging would have saved (negative: cost). at_most: no kernel of both exists, so that
-    the saving is a bound and no prediction. tensors: what one stores and the other reads, or both read.
-    """
-
-    a: str
-    b: str
-    rule: str
-    reason: str
-    saving_us: float = 0.0
-    at_most: bool = False
-    tensors: tuple[str, ...] = ()
-
-    @property
-    def decision(self) -> Decision:
-        return Decision(self.rule, f"{self.a} + {self.b}", Outcome.REFUSED, self.reason, self.saving_us)
-
-
-@dataclass(frozen=True)
-class Leftover:
-    """A leftover is an op that stays a call, with the reason. library: it does so on purpose
-    (`passes.fuse.library`)."""
-
-    op: str
-    target: str
-    kind: str
-    reason: str
-    source: Source | None = None
-    library: bool = False
-
-    @property
-    def decision(self) -> Decision:
-        rule = "library call" if self.library else "eager op"
-        return Decision(rule, self.op, Outcome.REFUSED, self.reason)
 
 
 @dataclass(frozen=True)
@@ -69,6 +28,11 @@ class Cost:
     bytes_written: int
     flops: int
     bound: str
+
+    @property
+    def moved(self) -> int:
+        """Return the bytes read and written."""
+        return self.bytes_read + self.bytes_written
 
 
 @dataclass(frozen=True)
@@ -150,16 +114,14 @@ class PlanData:
     """The object has all decisions for one graph, as data. `dag` is the graph for which they were made.
 
     calls: what eager would run for the whole graph. decisions: those about the whole graph, of passes, of the
-    planner and of the runtime; `rejections` and `leftovers` have those about clusters and calls.
-    solved: the result of `passes.fuse.cluster.solve`, for questions that are asked next; None if it was
+    planner and of the runtime; those about pairs that are not one kernel; those about ops that stay calls.
+    solved: the result of `passes.fuse.horizontal.solve`, for questions that are asked next; None if it was
     released, since it is large.
     """
 
     name: str
     dag: OpDag
     clusters: tuple[Cluster, ...]
-    leftovers: tuple[Leftover, ...]
-    rejections: tuple[Rejected, ...]
     device: str
     calls: tuple[Call, ...] = ()
     decisions: Decisions = ()
@@ -167,21 +129,36 @@ class PlanData:
     solved: Any = field(default=None, repr=False, compare=False)
 
     @property
-    def notes(self) -> dict[str, str]:
-        """Return what each rule decided, as text."""
-        return texts_of(self.decisions)
+    def phase(self) -> str:
+        """Return "forward", "backward" or "inference", which the plan's name has behind the graph's."""
+        return self.name.partition(".")[2].partition(".")[0]
 
     @property
-    def all_decisions(self) -> Decisions:
-        """Return every decision: about the whole graph, pairs that are apart, and calls that stay."""
-        about_parts = (each.decision for each in (*self.rejections, *self.leftovers))
-        return (*self.decisions, *about_parts)
+    def refusals(self) -> Decisions:
+        """Return why pairs of clusters and calls are not one kernel, those first that would save most."""
+        return tuple(d for d in self.decisions if d.other)
+
+    @property
+    def leftovers(self) -> Decisions:
+        """Return why ops stay ATen calls."""
+        return tuple(d for d in self.decisions if d.target)
+
+    @property
+    def about_graph(self) -> Decisions:
+        """Return the decisions of passes, of the planner and of the runtime."""
+        return tuple(d for d in self.decisions if not d.other and not d.target)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Return what each rule decided about the graph, as text."""
+        return texts_of(self.about_graph)
 
     def decision(self, rule: str) -> Decision | None:
-        """Return the first decision of a rule, or None if it decided nothing."""
-        return next((d for d in self.decisions if d.rule == rule), None)
+        """Return the first decision of a rule about the graph, or None if it decided nothing."""
+        return next((d for d in self.about_graph if d.rule == rule), None)
 
     def decided(self, *decisions: Decision) -> Self:
-        """Return the plan with these decisions in place of earlier ones of their rules."""
-        rules = {d.rule for d in decisions}
-        return replace(self, decisions=(*(d for d in self.decisions if d.rule not in rules), *decisions))
+        """Return the plan with these decisions in place of earlier ones of their rules about the graph."""
+        replaced = {d.rule for d in decisions}
+        kept = (d for d in self.decisions if d.other or d.target or d.rule not in replaced)
+        return replace(self, decisions=(*kept, *decisions))

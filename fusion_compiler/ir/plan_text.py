@@ -15,17 +15,16 @@ from typing import TextIO
 import networkx as nx
 
 from fusion_compiler.ir.breaks import GraphBreak
-from fusion_compiler.ir.dag import OpDag, Source
+from fusion_compiler.ir.dag import Op, OpDag, Source
+from fusion_compiler.ir.decision import LIBRARY_CALL, Decision, Decisions
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import GROUPS, INNER, TILE, axes_in
-from fusion_compiler.ir.plan_data import Cluster, Leftover, PlanData, Rejected
-from fusion_compiler.ops.own.recurrent import LAYERS
+from fusion_compiler.ir.plan_data import Cluster, PlanData
 from fusion_compiler.ops.schema import is_view, short_name
-from fusion_compiler.ops.table import Kind
 
 SCHEMA = 2
 WIDTH = 110
-TOP = 5  # rejections that the plan itself shows
+TOP = 5  # refusals that level 1 shows
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ def signature(dag: OpDag, cluster: Cluster) -> tuple[object, ...]:
 
 def totals(plan: PlanData) -> Totals:
     fused = [plan.dag.op(name) for cluster in plan.clusters for name in cluster.ops]
-    library = library_calls(plan)
     inputs = set(plan.dag.inputs)
     calls = [call for cluster in plan.clusters for call in cluster.eager]
     return Totals(
@@ -68,23 +66,27 @@ def totals(plan: PlanData) -> Totals:
         fused_calls=len(calls),
         kernels=len(plan.clusters),
         distinct_kernels=len({signature(plan.dag, cluster) for cluster in plan.clusters}),
-        library_calls=sum(library.values()),
+        library_calls=len(library_calls(plan)),
         eager_ops=len(eager_ops(plan)),
-        bytes_before=sum(c.cost.bytes_read + c.cost.bytes_written for c in calls),
-        bytes_after=sum(c.cost.bytes_read + c.cost.bytes_written for c in plan.clusters),
+        bytes_before=sum(c.cost.moved for c in calls),
+        bytes_after=sum(c.cost.moved for c in plan.clusters),
         us_before=sum(call.cost.us for call in calls),
         us_after=sum(cluster.cost.us for cluster in plan.clusters),
     )
 
 
-def eager_ops(plan: PlanData) -> list[Leftover]:
-    """Return the ops that stay ATen calls though they are no contractions; views and tuple elements launch
-    nothing."""
-    return [
+def library_calls(plan: PlanData) -> Decisions:
+    """Return the products, convolutions and attention that stay ATen calls."""
+    return tuple(left for left in plan.leftovers if left.rule == LIBRARY_CALL)
+
+
+def eager_ops(plan: PlanData) -> Decisions:
+    """Return the other ops that stay ATen calls; views and tuple elements launch nothing."""
+    return tuple(
         left
         for left in plan.leftovers
-        if left.kind != Kind.CONTRACTION and not is_view(plan.dag.op(left.op).target)
-    ]
+        if left.rule != LIBRARY_CALL and not is_view(plan.dag.op(left.subject).target)
+    )
 
 
 def _units(plan: PlanData) -> nx.DiGraph[str]:
@@ -123,13 +125,6 @@ def execution_order(plan: PlanData) -> list[Cluster]:
     return [clusters[unit] for unit in order if unit in clusters]
 
 
-def library_calls(plan: PlanData) -> Counter[str]:
-    """Return how often each contraction is called, by short name."""
-    fused = {name for cluster in plan.clusters for name in cluster.ops}
-    ops = [plan.dag.op(name) for name in plan.dag.graph.nodes if name not in fused]
-    return Counter(short_name(op.target) for op in ops if op.kind is Kind.CONTRACTION)
-
-
 def iteration_space(cluster: Cluster) -> str:
     """Return "16384 rows x 4096", "512 tiles of 8 x 64 x 128", or "4096 elements of 9 terms", which is
     without terms if nothing is reduced. For loop nests that share a launch it is the first's, with the number
@@ -151,8 +146,8 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
     """Return the plan as text, at most 110 columns wide.
 
     level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
-    are folded, with how often they run), library calls, what stayed eager and why, and the rejections that
-    would have saved most. level 2 and above: every rejection.
+    are folded, with how often they run), library calls, what stayed eager and why, the refusals that would
+    have saved most, and what passes decided. level 2 and above: every refusal.
     """
     t = totals(plan)
     gain = f" ({t.us_before / t.us_after:.1f}x)" if t.us_after else ""
@@ -168,13 +163,9 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
     if ring:
         lines += wrapped("  CANNOT RUN: ", " -> ".join((*ring, ring[0])))
     lines += _clusters(plan, plan.clusters if ring else execution_order(plan))
-    library = [f"{number} {name}" for name, number in sorted(library_calls(plan).items())]
-    if library:
-        lines += ["", *wrapped("library calls: ", ", ".join(library))]
-    lines += _calls([left for left in plan.leftovers if short_name(plan.dag.op(left.op).target) in LAYERS])
-    eager = eager_ops(plan)
-    lines += ["", "stayed eager", *_calls(eager)] if eager else []
-    lines += _rejections(plan.rejections, everything=level >= 2)
+    lines += _calls(plan, "library calls", library_calls(plan))
+    lines += _calls(plan, "stayed eager", eager_ops(plan))
+    lines += _refusals(plan.refusals, everything=level >= 2)
     if plan.notes:
         lines += ["", *(line for key, text in plan.notes.items() for line in wrapped(f"{key}: ", text))]
     return "\n".join(lines)
@@ -198,7 +189,7 @@ def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
             f"x{len(same)}" if len(same) > 1 else "",
             str(len(first.ops)),
             shortened(iteration_space(first), 24),
-            human_bytes(cost.bytes_read + cost.bytes_written),
+            human_bytes(cost.moved),
             f"{cost.us:.1f}",
             f"{first.eager_us:.1f}",
             cost.bound,
@@ -229,17 +220,29 @@ def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
     return [form if len(modules) > 1 else modules[0] for form, modules in by_form.items()]
 
 
-def _calls(leftovers: Sequence[Leftover]) -> list[str]:
-    """Return an entry for each operator and reason: how often, why, and where first."""
-    groups: dict[tuple[str, str], list[Leftover]] = {}
+def _calls(plan: PlanData, title: str, leftovers: Decisions) -> list[str]:
+    """Return an entry for each operator and reason: how often, why, what one kernel with a neighbour would
+    save, and where an op that is no library call comes from first."""
+    best: dict[str, Decision] = {}
+    for refused in reversed(plan.refusals):  # those that would save most are written last
+        best |= dict.fromkeys((refused.subject, refused.other), refused)
+    groups: dict[tuple[str, str], list[Decision]] = {}
     for left in leftovers:
         groups.setdefault((left.target, left.reason), []).append(left)
-    lines: list[str] = []
-    for (target, reason), same in groups.items():
+    lines = ["", title] if groups else []
+    for same in groups.values():
+        first, is_library = same[0], same[0].rule == LIBRARY_CALL
+        name = short_name(plan.dag.op(first.subject).target) if is_library else first.target
         times = f" x{len(same)}" if len(same) > 1 else ""
-        lines += wrapped(f"  {target}{times}: ", reason)
-        if same[0].source:
-            lines.append(f"      at {shortened(place(same[0].source), WIDTH - 9)}")
+        texts = [first.reason] if first.reason != first.rule else []
+        pairs = (best[left.subject] for left in same if left.subject in best)
+        refused = max(pairs, key=lambda pair: pair.saving, default=None)
+        if refused is not None and refused.saving > 0:
+            both = f"{refused.subject} and {refused.other}"
+            texts.append(f"one kernel of {both} would save at most {refused.saving:.1f} us")
+        lines += wrapped(f"  {name}{times}: ", "; ".join(texts)) if texts else [f"  {name}{times}"]
+        if first.source and not is_library:
+            lines.append(f"      at {shortened(place(first.source), WIDTH - 9)}")
     return lines
 
 
@@ -252,30 +255,53 @@ def breaks_text(breaks: Sequence[GraphBreak]) -> str:
     return "\n".join(lines)
 
 
-def _rejections(rejections: Sequence[Rejected], everything: bool) -> list[str]:
-    """Return the refusals that cost most, or all of them.
+def alike(refusals: Iterable[Decision]) -> list[list[Decisions]]:
+    """Group refusals that differ only in the numbers within their names, and these again: two that share a
+    unit are in different groups. They are alternatives, and their savings do not add up."""
+    forms: dict[tuple[str, ...], list[tuple[set[str], list[Decision]]]] = {}
+    for r in refusals:
+        key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.subject, r.other, r.rule, r.reason))
+        alternatives = forms.setdefault(key, [])
+        for units, same in alternatives:
+            if units.isdisjoint((r.subject, r.other)):
+                units.update((r.subject, r.other))
+                same.append(r)
+                break
+        else:
+            alternatives.append(({r.subject, r.other}, [r]))
+    return [[tuple(same) for _, same in alternatives] for alternatives in forms.values()]
 
-    Refusals that differ only in layer numbers are one entry, with their sum; so are refusals that have one
-    reason and cost nothing.
-    """
-    groups: dict[tuple[str, ...], list[Rejected]] = {}
-    for rejected in rejections:
-        a, b = (re.sub(r"_\d+$", "", name) for name in (rejected.a, rejected.b))
-        pair = (a, b) if rejected.saving_us > 0 or everything else ()
-        groups.setdefault((*pair, rejected.rule, rejected.reason), []).append(rejected)
-    savings = {key: sum(r.saving_us for r in same) for key, same in groups.items()}
-    ranked = sorted(groups, key=lambda key: (-savings[key], key))
+
+def _refusals(refusals: Decisions, everything: bool) -> list[str]:
+    """Return the refusals that cost most, or all of them. Refusals that differ only in layer numbers are one
+    entry, with their sum; so are refusals that have one reason and cost nothing. A bound of nothing is left
+    out."""
+    if everything:
+        groups = [[same] for alternatives in alike(refusals) for same in alternatives]
+    else:
+        groups = alike(r for r in refusals if r.saving > 0)
+        free: dict[tuple[str, str], list[Decision]] = {}
+        for refused in refusals:
+            if refused.saving <= 0 and not refused.at_most:
+                free.setdefault((refused.rule, refused.reason), []).append(refused)
+        groups += [[tuple(same)] for same in free.values()]
+    ranked = sorted(groups, key=lambda alternatives: -_sum(alternatives[0]))
     shown = ranked if everything else ranked[:TOP]
     if not shown:
         return []
     part = "" if len(shown) == len(ranked) else f" ({len(shown)} of {len(ranked)}; FUSION_DEBUG=2 shows all)"
-    lines = ["", f"not fused, by what it would have saved{part}"]
-    for key in shown:
-        same = groups[key]
+    lines = ["", f"not fused, by what one kernel would save{part}"]
+    for same, *others in shown:
         first, times = same[0], f" x{len(same)}" if len(same) > 1 else ""
-        lead = f"  {savings[key]:>8.1f} us  {first.a} + {first.b}{times}: "
+        bound = "at most" if first.at_most else ""
+        instead = f" (or {count(sum(map(len, others)), 'pair')} like it)" if others else ""
+        lead = f"  {bound:7} {_sum(same):>6.1f} us  {first.about}{times}{instead}: "
         lines += wrapped(lead, f"{first.rule}: {first.reason}")
     return lines
+
+
+def _sum(same: Decisions) -> float:
+    return sum(r.saving for r in same)
 
 
 def place(source: Source) -> str:
@@ -348,43 +374,50 @@ def plan_json(plan: PlanData) -> dict[str, object]:
         group, estimate}], cost: {us, bytes_read, bytes_written, flops, bound}, eager_us}; size is text
         where it is symbolic, estimate the number that was planned for.
     library_calls: {short name: count}. eager: [{op, target, kind, reason, source}].
-    rejections: [{a, b, rule, reason, saving_us}], in the order in which they were made.
+    rejections: [{a, b, rule, reason, saving_us}], those first that would save most.
     decisions: [{rule, subject, outcome, reason, us}], with those about pairs and calls. notes: {rule: text},
         those about the whole graph as text. A source is null or {module, file, line, code}.
     """
     ring = cycle_of(plan)
     clusters = plan.clusters if ring else execution_order(plan)
     repeats = Counter(signature(plan.dag, cluster) for cluster in plan.clusters)
+    calls = library_calls(plan)
+
+    def op(left: Decision) -> Op:
+        return plan.dag.op(left.subject)
+
     return {
         "schema": SCHEMA,
         "graph": plan.name,
         "device": plan.device,
-        "totals": dict(vars(totals(plan))),
+        "totals": asdict(totals(plan)),
         "cycle": list(ring),
         "clusters": [_cluster_json(plan.dag, c, repeats[signature(plan.dag, c)]) for c in clusters],
-        "library_calls": dict(sorted(library_calls(plan).items())),
+        "library_calls": dict(sorted(Counter(short_name(op(left).target) for left in calls).items())),
         "eager": [
             {
-                "op": left.op,
-                "target": left.target,
-                "kind": str(left.kind),
-                "reason": left.reason,
-                "source": source_json(left.source),
+                "op": left.subject, "target": left.target, "kind": str(op(left).kind),
+                "reason": left.reason, "source": source_json(left.source),
             }
             for left in eager_ops(plan)
         ],
         "rejections": [
-            {"a": r.a, "b": r.b, "rule": r.rule, "reason": r.reason, "saving_us": r.saving_us}
-            for r in plan.rejections
+            {"a": r.subject, "b": r.other, "rule": r.rule, "reason": r.reason, "saving_us": r.saving}
+            for r in plan.refusals
         ],
-        "decisions": [asdict(decision) for decision in plan.all_decisions],
+        "decisions": list(map(decision_json, plan.decisions)),
         "notes": plan.notes,
-    }
+    }  # fmt: skip
+
+
+def decision_json(decision: Decision) -> dict[str, object]:
+    """Return {rule, subject, outcome, reason, us}; the subject of a pair is "a + b"."""
+    d = decision
+    return {"rule": d.rule, "subject": d.about, "outcome": d.outcome, "reason": d.reason, "us": d.us}
 
 
 def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, object]:
     ops = [dag.op(name) for name in cluster.ops]
-    cost = cluster.cost
     return {
         "name": cluster.name,
         "pattern": cluster.pattern,
@@ -397,22 +430,14 @@ def _cluster_json(dag: OpDag, cluster: Cluster, repeats: int) -> dict[str, objec
         "outputs": list(cluster.outputs),
         "axes": [
             {
-                "name": axis.name,
-                "size": axis.size if isinstance(axis.size, int) else str(axis.size),
-                "group": axis.group,
-                "estimate": hint(axis.size),
+                "name": axis.name, "size": axis.size if isinstance(axis.size, int) else str(axis.size),
+                "group": axis.group, "estimate": hint(axis.size),
             }
             for axis in cluster.loops.axes
         ],
-        "cost": {
-            "us": cost.us,
-            "bytes_read": cost.bytes_read,
-            "bytes_written": cost.bytes_written,
-            "flops": cost.flops,
-            "bound": cost.bound,
-        },
+        "cost": asdict(cluster.cost),
         "eager_us": cluster.eager_us,
-    }
+    }  # fmt: skip
 
 
 def print_plan(plan: PlanData, level: int = 1, file: TextIO | None = None) -> None:

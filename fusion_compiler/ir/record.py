@@ -26,7 +26,7 @@ _CLASSES: Mapping[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         *(*get_args(loops.Node), loops.Axis, loops.Index, loops.Value, loops.Store, loops.LoopNest),
-        *(plan_data.Rejected, plan_data.Leftover, plan_data.Cost, plan_data.Call, plan_data.Cluster),
+        *(plan_data.Cost, plan_data.Call, plan_data.Cluster),
         *(chunks.Rows, chunks.Joined, chunks.Added, chunks.Multiplied),
         *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, Decision),
     )
@@ -128,21 +128,15 @@ class _Reader:
         raise ValueError(f"{kind} {inner} is nothing that is written")
 
 
-_DECIDED = ("clusters", "leftovers", "rejections", "calls", "decisions")
-
-
 def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Program, ...]]) -> dict[str, Any]:
     """Return a plan and the programs of its clusters, by their names, as what JSON holds. Raise
     NotWritable."""
-    decided = tuple(getattr(plan, field) for field in _DECIDED)
-    return write((*decided, tuple(programs.items())))
+    return write((plan.clusters, plan.calls, plan.decisions, tuple(programs.items())))
 
 
 def read_decisions(
     written: Mapping[str, Any], name: str, dag: OpDag, setting: plan_data.Setting
 ) -> tuple[FusionPlan, dict[str, tuple[kernel.Program, ...]]]:
     """Return the plan of `dag` that was written, and the programs. Raise as `read` does."""
-    clusters, leftovers, rejections, calls, decisions, programs = read(written)
-    device = setting.device.name
-    plan = FusionPlan(name, dag, clusters, leftovers, rejections, device, calls, decisions, setting)
-    return plan, dict(programs)
+    clusters, calls, decisions, programs = read(written)
+    return FusionPlan(name, dag, clusters, setting.device.name, calls, decisions, setting), dict(programs)

@@ -40,9 +40,7 @@ from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.capture.target import GPU, capturing_for, name_device, on_gpu
 from fusion_compiler.compiler.compiler import Compiler
-from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
-from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan import FusionPlan
@@ -50,7 +48,6 @@ from fusion_compiler.ir.plan_text import library_calls
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.report.report import Report
-from fusion_compiler.report.report_data import Kernels
 
 
 def explain(
@@ -107,7 +104,7 @@ def _report(
         try:
             compiler = _Planner(options, patterns, asked=True)
             plans = _plans_of_trace(copied, fake_args, fake_kwargs, compiler, faked.mode)
-            return Report(_name(model), device, plans, emit=kernels_of, assumed=_assumed(plans))
+            return Report(_name(model), device, plans, assumed=_assumed(plans))
         except UntraceableError as error:
             reason = str(error)
         compiler = _Planner(options, patterns, asked=True)  # its graphs are numbered from 0
@@ -121,13 +118,13 @@ def _report(
             raise ArgumentMismatchError(model=_name(model), detail=_reason(error)) from error
     plans = tuple(compiler.plans)
     breaks, assumed = compiler.plans.breaks, _assumed(plans)
-    return Report(_name(model), device, plans, incomplete, reason, kernels_of, breaks=breaks, assumed=assumed)
+    return Report(_name(model), device, plans, incomplete, reason, breaks=breaks, assumed=assumed)
 
 
 def _assumed(plans: tuple[FusionPlan, ...]) -> str:
     """Name the libraries that the plans depend on and that this build of PyTorch does not have."""
-    calls = {name for plan in plans for name in library_calls(plan)}
-    if cudnn_version() is None and any("cudnn_attention" in name for name in calls):
+    calls = (call.target for plan in plans for call in library_calls(plan))
+    if cudnn_version() is None and any("cudnn_attention" in target for target in calls):
         return "with cuDNN 9.15.1 or later, which computes attention"
     return ""
 
@@ -135,7 +132,7 @@ def _assumed(plans: tuple[FusionPlan, ...]) -> str:
 def report_of(model: str, plans: Plans) -> Report:
     """Return the report of what was compiled so far. model: its name."""
     device = plans[0].device if plans else "nothing yet"
-    return Report(model, device, tuple(plans), emit=kernels_of, breaks=plans.breaks)
+    return Report(model, device, tuple(plans), breaks=plans.breaks)
 
 
 class _Planner(Compiler):
@@ -166,22 +163,6 @@ def quiet_fakes() -> Generator[None]:
         yield
     finally:
         log.removeFilter(others)
-
-
-def kernels_of(plans: tuple[FusionPlan, ...]) -> Kernels:
-    """Return the Triton source of every cluster, by graph and cluster; the same work is emitted once."""
-    emitted: dict[Canonical, tuple[str, str]] = {}
-    kernels_by_cluster: dict[tuple[str, str], tuple[str, str]] = {}
-    for plan in plans:
-        for cluster in plan.clusters:
-            key = canonical(cluster, plan.dag)
-            if key not in emitted:
-                kernels = emit_cluster(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
-                taken = {name for name, _ in emitted.values()}
-                name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
-                emitted[key] = name, "\n\n".join(kernel.source for kernel in kernels)
-            kernels_by_cluster[plan.name, cluster.name] = emitted[key]
-    return kernels_by_cluster
 
 
 def _plans_of_trace(
@@ -310,9 +291,13 @@ class _Fakes(TorchFunctionMode):
         return self._fake_of[id(tensor)][1]
 
 
-def _backward(results: Any) -> None:
-    """Plan the backward pass from the scalars among the results (losses), or from all if none is one."""
+def starts_of(results: Any) -> list[Tensor]:
+    """Return the results from which a backward pass starts: the scalars (losses), or all if none is one."""
     live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
-    chosen = [r for r in live if r.dim() == 0] or live
-    if chosen:
-        torch.autograd.backward(chosen, [torch.ones_like(r) for r in chosen])
+    return [r for r in live if r.dim() == 0] or live
+
+
+def _backward(results: Any) -> None:
+    """Plan the backward pass."""
+    if starts := starts_of(results):
+        torch.autograd.backward(starts, [torch.ones_like(r) for r in starts])

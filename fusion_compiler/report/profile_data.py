@@ -26,8 +26,7 @@ class Measured:
     @property
     def bandwidth(self) -> float | None:
         """Return predicted bytes over measured time, in bytes a second, or None for host times."""
-        moved = self.predicted.bytes_read + self.predicted.bytes_written
-        return moved / (self.us * 1e-6) if self.on_device and self.us else None
+        return self.predicted.moved / (self.us * 1e-6) if self.on_device and self.us else None
 
     @property
     def error(self) -> float | None:

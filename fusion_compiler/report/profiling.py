@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
-from torch.utils import _pytree as pytree
 
 from fusion_compiler.capture.module import CompiledFunction, CompiledModule, plan_of
 from fusion_compiler.errors import (
@@ -27,7 +26,7 @@ from fusion_compiler.ir.decision import Outcome
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.why import cost_of_call
-from fusion_compiler.report.explanation import kernels_of
+from fusion_compiler.report.explanation import starts_of
 from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
 from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
@@ -52,10 +51,7 @@ class Profile(ProfileData):
 
     def report(self) -> Report:
         """Return the report of the same plans with the measured times in it, for its page for example."""
-        breaks = self.breaks
-        return Report(
-            self.model, self.planned, self.plans, emit=kernels_of, measured=self.json(), breaks=breaks
-        )
+        return Report(self.model, self.planned, self.plans, measured=self.json(), breaks=self.breaks)
 
     def trace(self, path: str | Path) -> None:
         """Write the last repetition for Perfetto or chrome://tracing; slices carry cluster and source.
@@ -199,9 +195,7 @@ class _Step:
             leaf.grad = gradient
 
     def __call__(self) -> None:
-        results = self._compiled(*self._args, **self._kwargs)
-        live = [r for r in pytree.tree_leaves(results) if isinstance(r, Tensor) and r.requires_grad]
-        starts = [r for r in live if r.dim() == 0] or live
+        starts = starts_of(self._compiled(*self._args, **self._kwargs))
         if not starts or not torch.is_grad_enabled():
             return
         if [g.shape for g in self._gradients] != [r.shape for r in starts]:

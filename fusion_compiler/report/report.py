@@ -6,8 +6,6 @@ unless `profile` put it there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +15,7 @@ from fusion_compiler.errors import MissingPackageError
 from fusion_compiler.ir import plan_text
 from fusion_compiler.passes.fuse.answer import Answer, answers, meanings, unknown
 from fusion_compiler.report.page import page
-from fusion_compiler.report.report_data import Missed, ReportData
+from fusion_compiler.report.report_data import ReportData
 from fusion_compiler.report.report_json import Row, class_rows, report_json, totals_of
 
 
@@ -88,18 +86,17 @@ class Report(ReportData):
         assumed = f" ({self.assumed})" if self.assumed else ""
         head = f"{self.model} on {self.device}{assumed}, captured by {self.captured_by}{reason}"
         sections = [f"{head}\n{self._summary()}"]
-        sections += [str(replace(plan, rejections=())) for plan in self.plans]
+        sections += map(str, self.plans)
         if self.breaks:
             sections.append(plan_text.breaks_text(self.breaks))
-        if self.missed:
-            sections.append(missed_text(self.missed))
         return [*sections, f"incomplete: {self.incomplete}"] if self.incomplete else sections
 
     def _summary(self) -> str:
         """Return the totals, and a row for each class of operators."""
         t = totals_of(self)
+        passes = " and ".join(dict.fromkeys(plan.phase for plan in self.plans)) or "nothing captured"
         lines = [
-            f"  {plan_text.count(t['launches_before'], 'call')} of eager -> {t['launches_after']}: "
+            f"  {passes}: {plan_text.count(t['launches_before'], 'call')} of eager -> {t['launches_after']}: "
             f"{plan_text.count(t['kernels'], 'kernel')}, "
             f"{plan_text.count(t['library_calls'], 'library call')}, {t['eager_ops']} eager",
             f"  {plan_text.human_bytes(t['bytes_before'])} -> "
@@ -111,15 +108,6 @@ class Report(ReportData):
         head = ("class", "calls", "Gflop", "flop", "Mwords", "us eager", "share", "us fused")
         rows = [head, *(_class_row(row) for row in class_rows(self) if row["us_before"] or row["us_after"])]
         return "\n".join([*lines, *(f"  {line}" for line in plan_text.aligned(rows, left=(0,)))])
-
-
-def missed_text(missed: Sequence[Missed]) -> str:
-    """Return text about the missed fusions, one entry each."""
-    lines = ["missed fusions, by what they would save at most"]
-    for one in missed:
-        lead = f"  {one.total_us:>8.1f} us  {one.graph}  "
-        lines += plan_text.wrapped(lead, str(one))
-    return "\n".join(lines)
 
 
 def _class_row(row: Row) -> tuple[str, ...]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.breaks import GraphBreak
+from fusion_compiler.ir.canonical import Canonical, canonical
+from fusion_compiler.ir.decision import Decision, Decisions
+from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Rejected
-from fusion_compiler.passes.fuse.answer import saving
+from fusion_compiler.ir.plan_text import alike
 from fusion_compiler.passes.fuse.why import Why
 
 MOST_MISSED = 10
@@ -27,13 +30,9 @@ class Missed:
     """
 
     graph: str
-    refused: Rejected
+    refused: Decision
     times: int
     total_us: float
-
-    def __str__(self) -> str:
-        r, times = self.refused, f" x{self.times}" if self.times > 1 else ""
-        return f"{r.a} + {r.b}{times}: {r.rule}: {r.reason}. {saving(r)}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class ReportData:
     plans: tuple[FusionPlan, ...]
     incomplete: str = ""
     not_whole: str = ""
-    emit: Callable[[tuple[FusionPlan, ...]], Kernels] = field(default=lambda plans: {}, repr=False)
     measured: Mapping[str, Any] | None = None
     breaks: tuple[GraphBreak, ...] = ()
     assumed: str = ""
@@ -67,41 +65,34 @@ class ReportData:
         """Return the object that answers questions about each graph, by the graph's name."""
         return {plan.name: Why(plan) for plan in self.plans}
 
-    @cached_property
-    def edges(self) -> Mapping[str, tuple[Rejected, ...]]:
+    @property
+    def edges(self) -> Mapping[str, Decisions]:
         """Return, for each graph, the reasons why neighbours are not one kernel."""
-        return {name: why.edges() for name, why in self.questions.items()}
+        return {plan.name: plan.refusals for plan in self.plans}
 
     @cached_property
     def kernels(self) -> Kernels:
-        """Return (graph, cluster) -> (kernel, Triton source); clusters of the same work share a kernel."""
-        return self.emit(self.plans)
+        """Return (graph, cluster) -> (kernel, Triton source); the same work is emitted once."""
+        emitted: dict[Canonical, tuple[str, str]] = {}
+        kernels_by_cluster: dict[tuple[str, str], tuple[str, str]] = {}
+        for plan in self.plans:
+            for cluster in plan.clusters:
+                key = canonical(cluster, plan.dag)
+                if key not in emitted:
+                    kernels = emit_cluster(key, cluster, plan.dag, device_spec(plan.device))[0].kernels
+                    taken = {name for name, _ in emitted.values()}
+                    name = f"{plan.name}.{cluster.name}" if cluster.name in taken else cluster.name
+                    emitted[key] = name, "\n\n".join(kernel.source for kernel in kernels)
+                kernels_by_cluster[plan.name, cluster.name] = emitted[key]
+        return kernels_by_cluster
 
     @property
     def missed(self) -> tuple[Missed, ...]:
         """Return the ten missed fusions that cost most, or may; repetitions in other layers count as one."""
         candidates = [
-            Missed(name, same[0], len(same), sum(r.saving_us for r in same))
+            Missed(name, same[0], len(same), sum(r.saving for r in same))
             for name, edges in self.edges.items()
-            for same in _alike(edges)
+            for same in itertools.chain.from_iterable(alike(edges))
         ]
         ranked = sorted((m for m in candidates if m.total_us > 0), key=lambda m: -m.total_us)
         return tuple(ranked[:MOST_MISSED])
-
-
-def _alike(edges: Sequence[Rejected]) -> list[list[Rejected]]:
-    """Group refusals that differ only in the numbers within their names.
-
-    Two that share a unit are in different groups: they are alternatives, and their savings do not add up.
-    """
-    groups: dict[tuple[str, ...], list[list[Rejected]]] = {}
-    for r in edges:
-        key = tuple(re.sub(r"_\d+\b", "", text) for text in (r.a, r.b, r.rule, r.reason))
-        similar = groups.setdefault(key, [])
-        disjoint = (same for same in similar if not any({r.a, r.b} & {s.a, s.b} for s in same))
-        group = next(disjoint, None)
-        if group is None:
-            similar.append([r])
-        else:
-            group.append(r)
-    return [same for similar in groups.values() for same in similar]

@@ -9,10 +9,11 @@ from typing import Any
 
 from fusion_compiler.ir import plan_text
 from fusion_compiler.ir.dag import Op, TensorMeta
+from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Call, Cost, Rejected
+from fusion_compiler.ir.plan_data import Call, Cost
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.movement import CLASSES, class_of
 from fusion_compiler.passes.fuse.why import Unit, Why
@@ -26,6 +27,9 @@ TOTALS = (
 )  # fmt: skip
 
 
+SAID = ("model", "device", "captured_by", "not_whole", "incomplete", "assumed")
+
+
 def report_json(report: ReportData) -> Row:
     """Return a report as plain data; see docs/report-schema.md."""
     kernels = dict(report.kernels.values())
@@ -33,12 +37,7 @@ def report_json(report: ReportData) -> Row:
     return {
         "schema": SCHEMA,
         "versions": {name: _version(name) for name in ("fusion_compiler", "torch", "triton")},
-        "model": report.model,
-        "device": report.device,
-        "captured_by": report.captured_by,
-        "not_whole": report.not_whole,
-        "incomplete": report.incomplete,
-        "assumed": report.assumed,
+        **{name: getattr(report, name) for name in SAID},
         "breaks": [{**vars(b), "source": plan_text.source_json(b.source)} for b in report.breaks],
         "totals": totals_of(report),
         "movement": {"classes": class_rows(report)},
@@ -46,12 +45,8 @@ def report_json(report: ReportData) -> Row:
             _graph(report, plan, measured.get("units", {}).get(plan.name, {})) for plan in report.plans
         ],
         "missed": [
-            {
-                "graph": m.graph,
-                "times": m.times,
-                "total_us": m.total_us,
-                **_edge(report.questions[m.graph], m.refused),
-            }
+            {"graph": m.graph, "times": m.times, "total_us": m.total_us}
+            | _edge(report.questions[m.graph], m.refused)
             for m in report.missed
         ],
         "kernels": kernels,
@@ -99,7 +94,6 @@ def class_rows(report: ReportData) -> list[Row]:
 def _totals(why: Why) -> Row:
     """Return the totals of one graph, over every call of eager and every unit."""
     plan, costs = why.plan, [why.cost(u) for u in why.units.values()]
-    small = plan_text.totals(plan)
     stored = {name for unit in why.units.values() for name in unit.outputs}
     counted: Row = {
         "launches_before": len(plan.calls),
@@ -110,7 +104,7 @@ def _totals(why: Why) -> Row:
         "us_before": sum(c.cost.us for c in plan.calls),
         "us_after": sum(c.us for c in costs),
     }
-    return {key: counted[key] if key in counted else getattr(small, key) for key in TOTALS}
+    return {key: (asdict(plan_text.totals(plan)) | counted)[key] for key in TOTALS}
 
 
 def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
@@ -121,19 +115,19 @@ def _graph(report: ReportData, plan: FusionPlan, measured: Row) -> Row:
     us = sum(call.cost.us for call in plan.calls)
     return {
         "name": plan.name,
-        "phase": plan.name.rpartition(".")[2],
+        "phase": plan.phase,
         "totals": _totals(why),
         "calls": [_call(call, unit_of, us, why.setting.device) for call in plan.calls],
         "ops": [_op(op, why, unit_of.get(op.name)) for op in ops],
         "units": [_unit(report, why, why.units[name], measured.get(name)) for name in why.order],
         "edges": [_edge(why, refused) for refused in report.edges[plan.name]],
-        "decisions": [asdict(decision) for decision in plan.decisions],
+        "decisions": list(map(plan_text.decision_json, plan.about_graph)),
         "notes": plan.notes,
     }
 
 
 def _call(call: Call, unit_of: dict[str, str], us: float, device: DeviceSpec) -> Row:
-    moved = call.cost.bytes_read + call.cost.bytes_written
+    moved = call.cost.moved
     return {
         "name": call.name,
         "target": call.target,
@@ -184,12 +178,8 @@ def _unit(report: ReportData, why: Why, unit: Unit, measured: Row | None) -> Row
         "space": plan_text.iteration_space(cluster) if cluster is not None else "",
         "pattern": cluster.pattern if cluster is not None else None,
         "kernel": report.kernels.get((why.plan.name, unit.name), (None,))[0],
-        "us": cost.us,
+        **asdict(cost),
         "eager_us": cluster.eager_us if cluster is not None else eager,
-        "bytes_read": cost.bytes_read,
-        "bytes_written": cost.bytes_written,
-        "flops": cost.flops,
-        "bound": cost.bound,
         "why": _bound_text(cost, why.setting.device) if cluster is not None else why.reasons[unit.name],
         "measured": measured,
     }
@@ -197,7 +187,7 @@ def _unit(report: ReportData, why: Why, unit: Unit, measured: Row | None) -> Row
 
 def _bound_text(cost: Cost, device: DeviceSpec) -> str:
     """Return a sentence on the resource that bounds a kernel."""
-    moved = cost.bytes_read + cost.bytes_written
+    moved = cost.moved
     copy = moved / device.copy_bandwidth * 1e6
     match cost.bound:
         case "memory":
@@ -212,21 +202,21 @@ def _bound_text(cost: Cost, device: DeviceSpec) -> str:
             return f"shorter than two launches of {device.floor_us} us: what counts is that it is one"
 
 
-def _edge(why: Why, refused: Rejected) -> Row:
+def _edge(why: Why, refused: Decision) -> Row:
     return {
-        "a": refused.a,
-        "b": refused.b,
+        "a": refused.subject,
+        "b": refused.other,
         "tensors": list(refused.tensors),
         "bytes": sum(map(why.tensors.bytes, refused.tensors)),
         "rule": refused.rule,
         "reason": refused.reason,
-        "saving_us": refused.saving_us,
+        "saving_us": refused.saving,
         "at_most": refused.at_most,
     }
 
 
 def _moved(costs: Iterable[Cost]) -> int:
-    return sum(c.bytes_read + c.bytes_written for c in costs)
+    return sum(cost.moved for cost in costs)
 
 
 def _usage(costs: Sequence[Cost], device: DeviceSpec) -> float:

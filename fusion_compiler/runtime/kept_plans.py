@@ -57,7 +57,8 @@ def write_plan(store: Store, key: Key, plan: FusionPlan, programs: Programs) -> 
 
 def _check(plan: FusionPlan, programs: Programs) -> None:
     """Raise ValueError if a plan does not belong to its graph."""
-    operators = {left.op for left in plan.leftovers}.union(*({*c.ops, *c.outputs} for c in plan.clusters))
+    operators = {left.subject for left in plan.leftovers}
+    operators = operators.union(*({*c.ops, *c.outputs} for c in plan.clusters))
     unknown = operators.difference(plan.dag.order) | programs.keys() - {c.name for c in plan.clusters}
     if unknown:
         raise ValueError(f"{min(unknown)} is not in the graph")

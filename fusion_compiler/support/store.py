@@ -91,7 +91,7 @@ TUNING = Kind(
     "A tuning entry says which schedule of a kernel was fastest on a GPU, alone and within a graph.",
 )  # fmt: skip
 PLAN = Kind(
-    "plan", 1, (
+    "plan", 2, (
         "source", "versions", "device", "backend", "options", "patterns", "graph", "phase", "operators",
         "origins", "forward_operators",
     ),

@@ -36,7 +36,7 @@ def held(function: Callable[..., Any], make: Callable[[], list[Tensor]], **optio
 def stored(plan: FusionPlan) -> int:
     """Bytes of the largest result that has memory of its own."""
     dag = plan.dag
-    made = {n for c in plan.clusters for n in c.outputs} | {left.op for left in plan.leftovers}
+    made = {n for c in plan.clusters for n in c.outputs} | {left.subject for left in plan.leftovers}
     made -= {
         n for n in made if base_of(dag, n) is not None or dag.op(n).target is torch.ops.aten.copy_.default
     }
@@ -46,7 +46,7 @@ def stored(plan: FusionPlan) -> int:
 
 
 def copies(plan: FusionPlan) -> list[str]:
-    return [left.op for left in plan.leftovers if left.target == "aten.copy_.default"]
+    return [left.subject for left in plan.leftovers if left.target == "aten.copy_.default"]
 
 
 def cache() -> Tensor:

@@ -32,7 +32,7 @@ def compiled(target: Any, **options: Any) -> Any:
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Any:
         dag = OpDag(None, (), (), gm)  # type: ignore[arg-type]
-        plans.record(FusionPlan(info.name, dag, (), (), (), "cpu"))
+        plans.record(FusionPlan(info.name, dag, (), "cpu"))
         return make_boxed_func(gm.forward)
 
     backend = make_backend(keep, rewrites=passes_at(Level.ABOVE_AUTOGRAD), decompositions=decomposition_table)

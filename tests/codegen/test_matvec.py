@@ -47,7 +47,7 @@ def check(f: Callable[..., object], *inputs: Tensor, kernels: int | None = None)
         assert (our.double() - truth).abs().max().item() <= bound
     (plan,) = fast.plan
     if kernels is not None:
-        assert not [left for left in plan.leftovers if left.kind == "contraction"], str(plan)
+        assert not [left for left in plan.leftovers if left.rule == "library call"], str(plan)
         assert len(plan.clusters) == kernels, str(plan)
     return plan
 
@@ -213,7 +213,7 @@ def test_every_schedule(rows: int, number: int, schedules: Schedules) -> None:
         with torch.no_grad():
             ours, eager, exact = fast(*inputs), fn(*inputs), fn(*map(doubled, inputs))
         assert not_as_close(ours, eager, exact) is None
-        assert not any(left.kind == "contraction" for plan in fast.plans for left in plan.leftovers)
+        assert not any(left.rule == "library call" for plan in fast.plans for left in plan.leftovers)
 
 
 def test_long_sums_of_few_rows_are_shared() -> None:

@@ -27,6 +27,6 @@ def test_each_number_of_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     plans = list(fast.plan)
     few = [plan for plan in plans if "more than" not in plan.notes.get("row ranges", "")]
     assert len(plans) == len(few) + 1 and len(few) <= 5
-    reasons = {left.reason for plan in few for left in plan.leftovers if left.kind == "contraction"}
+    reasons = {left.reason for plan in few for left in plan.leftovers if left.rule == "library call"}
     assert all("library: it takes" in reason for reason in reasons), reasons
     assert "phase" in few[1].notes

@@ -35,12 +35,11 @@ def test_a_plan_tells_its_decisions_as_values() -> None:
     fast = fc.compile(residual, backend="eager")
     fast(torch.randn(300, 40), torch.randn(40, 40))
     (plan,) = fast.plan
-    decisions = plan.all_decisions
-    assert {d.rule for d in plan.decisions} >= {"memory", "seconds"}
-    apart = {d.subject: d for d in decisions if d.us is not None}
-    assert apart and all(d.outcome is Outcome.REFUSED and d.reason for d in apart.values())
-    assert apart.keys() == {f"{r.a} + {r.b}" for r in plan.rejections}
-    assert [d.subject for d in decisions if d.rule == "library call"] == ["mm"]
+    assert {d.rule for d in plan.about_graph} >= {"memory", "seconds"}
+    assert {d.about for d in plan.refusals} == {"sin_2 + mm", "mm + relu_add", "sin_2 + relu_add"}
+    assert all(d.outcome is Outcome.REFUSED and d.reason and d.us is not None for d in plan.refusals)
+    assert [(d.rule, d.subject) for d in plan.leftovers] == [("library call", "mm")]
+    assert plan.decisions == (*plan.leftovers, *plan.refusals, *plan.about_graph)
 
 
 def test_a_later_decision_of_a_rule_takes_the_place_of_the_earlier_one() -> None:

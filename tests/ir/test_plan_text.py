@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 import sympy
 
-from fusion_compiler.ir.decision import noted
+from fusion_compiler.ir.decision import EAGER_OP, Decision, apart, noted
 from fusion_compiler.ir.loops import Axis
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Leftover, Rejected
 from fusion_compiler.ir.plan_text import (
     WIDTH,
     cycle_of,
+    eager_ops,
     execution_order,
     fitting,
     format_plan,
     human_bytes,
     iteration_space,
+    library_calls,
     modules_of,
     plan_json,
     print_plan,
     totals,
 )
-from tests.plans import layered_plan
+from tests.plans import layered_plan, left
 
 GOLDEN = """\
 plan graph0.forward for h200
@@ -38,18 +40,19 @@ plan graph0.forward for h200
   add_tanh_mul_0    x3    4  8192 rows x 4096  134.2 MB  {us}  {single}  memory
       add, tanh, mul  @ model.layers.*.mlp
 
-library calls: 3 mm
+library calls
+  mm x3: one kernel of mul_0 and mm_1 would save at most 12.2 us
 
 stayed eager
   aten.topk.default x3: no row in the operator table
       at block.py:9: h = F.gelu(self.up(x))  (in model.layers.0.mlp)
 
-not fused, by what it would have saved (5 of 7; FUSION_DEBUG=2 shows all)
-      24.5 us  mul_0 + mm_1 x2: contraction: a matrix product stays a library call
-       0.0 us  a0x + b0x: cost: merging costs 0 us in registers
-      -1.0 us  a1x + b1x: cost: merging costs 1 us in registers
-      -2.0 us  a2x + b2x: cost: merging costs 2 us in registers
-      -3.0 us  a3x + b3x: cost: merging costs 3 us in registers
+not fused, by what one kernel would save (5 of 7; FUSION_DEBUG=2 shows all)
+  at most   24.5 us  mul_0 + mm_1 x2: contraction: mm is a library call
+             0.0 us  a0x + b0x: cost: merging costs 0 us in registers
+            -1.0 us  a1x + b1x: cost: merging costs 1 us in registers
+            -2.0 us  a2x + b2x: cost: merging costs 2 us in registers
+            -3.0 us  a3x + b3x: cost: merging costs 3 us in registers
 
 masks: one attention mask proved causal"""
 
@@ -66,6 +69,11 @@ def golden(plan: FusionPlan) -> str:
     )
 
 
+def with_refusals(plan: FusionPlan, *refusals: Decision) -> FusionPlan:
+    """The plan with other refusals of pairs."""
+    return replace(plan, decisions=(*(d for d in plan.decisions if not d.other), *refusals))
+
+
 def test_print_is_the_golden_text():
     plan = layered_plan()
     assert str(plan) == golden(plan)
@@ -74,16 +82,24 @@ def test_print_is_the_golden_text():
 
 def test_refusals_of_one_reason_that_cost_nothing_are_one_entry() -> None:
     plan = layered_plan()
-    apart = [Rejected(f"a{i}x", f"b{i}x", "convex", "an op between them needs one", 0.0) for i in range(9)]
-    text = str(replace(plan, rejections=tuple(apart)))
-    assert "0.0 us  a0x + b0x x9: convex: an op between them needs one" in text
-    assert "a1x" not in text and "a1x + b1x: convex" in format_plan(replace(plan, rejections=tuple(apart)), 2)
+    refused = [apart(f"a{i}x", f"b{i}x", "convex", "an op between them needs one", 0.0) for i in range(9)]
+    plan = with_refusals(plan, *refused)
+    assert "0.0 us  a0x + b0x x9: convex: an op between them needs one" in str(plan)
+    assert "a1x" not in str(plan) and "a1x + b1x: convex" in format_plan(plan, 2)
+
+
+def test_alternatives_are_entries_of_their_own() -> None:
+    """One kernel of a product and one of its two readers: both savings cannot be had."""
+    pairs = (("mm_0", "add_0"), ("mm_0", "add_1"), ("mm_2", "add_2"))
+    plan = with_refusals(layered_plan(), *(apart(a, b, "contraction", "why", 2.0, True) for a, b in pairs))
+    assert "at most    4.0 us  mm_0 + add_0 x2 (or 1 pair like it): contraction: why" in str(plan)
+    assert "at most    2.0 us  mm_0 + add_1: contraction: why" in format_plan(plan, 2)
 
 
 def test_level_two_shows_every_rejection():
     text = format_plan(layered_plan(), 2)
     assert text.count("merging costs") == 6 and "shows all" not in text
-    savings = [float(line.split()[0]) for line in text.split("not fused")[1].splitlines() if " us  " in line]
+    savings = [float(figure) for figure in re.findall(r"([-\d.]+) us  ", text.split("not fused")[1])]
     assert savings == sorted(savings, reverse=True) and savings[0] == 24.5
 
 
@@ -121,9 +137,9 @@ def test_single_layer_is_not_folded():
 
 def test_nothing_to_say():
     plan = layered_plan()
-    empty = replace(plan, clusters=(), leftovers=(), rejections=(), decisions=())
+    empty = replace(plan, clusters=(), decisions=())
     assert str(empty).splitlines()[1:3] == [
-        "  18 ops: 0 in 0 kernels, 3 library calls, 0 eager",
+        "  18 ops: 0 in 0 kernels, 0 library calls, 0 eager",
         "  0 calls of eager fused: 0 B -> 0 B moved, 0.0 -> 0.0 us predicted",
     ]
 
@@ -131,12 +147,9 @@ def test_nothing_to_say():
 def test_long_names_and_reasons_stay_within_the_width():
     plan = layered_plan()
     cluster = replace(plan.clusters[0], name="n" * 80, ops=plan.clusters[0].ops * 40, pattern="p" * 60)
-    left = replace(plan.leftovers[1], reason="because of this and that, " * 20)
-    rejected = Rejected("a" * 40, "b" * 40, "rule", "so many words " * 30, 1.0)
-    long = noted("n", "w " * 200)
-    wide = replace(
-        plan, clusters=(cluster,), leftovers=(left,), rejections=(rejected,), decisions=(long,)
-    )
+    call = replace(plan.leftovers[1], reason="because of this and that, " * 20)
+    refused = apart("a" * 40, "b" * 40, "rule", "so many words " * 30, 1.0)
+    wide = replace(plan, clusters=(cluster,), decisions=(noted("n", "w " * 200), call, refused))
     lines = str(wide).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert "so many words" in str(wide) and "because of this" in str(wide)
@@ -173,14 +186,14 @@ def test_totals():
 
 def test_contractions_are_library_calls_not_eager_ops():
     plan = layered_plan()
-    only_topk = tuple(left for left in plan.leftovers if left.kind != "contraction")
-    assert totals(replace(plan, leftovers=only_topk)) == totals(plan), "listed as leftovers or not"
+    assert [call.subject for call in library_calls(plan)] == ["mm_0", "mm_1", "mm_2"]
+    assert [call.subject for call in eager_ops(plan)] == ["topk_0", "topk_1", "topk_2"]
 
 
 def test_views_that_stay_are_not_eager_ops():
     plan = layered_plan(1)
-    view = Leftover("view_0", "aten.view.default", "layout", "nobody fuses it", None)
-    assert str(replace(plan, leftovers=(*plan.leftovers, view))) == str(plan)
+    view = left(EAGER_OP, "view_0", "aten.view.default", "nobody fuses it")
+    assert str(replace(plan, decisions=(*plan.decisions, view))) == str(plan)
 
 
 def test_modules():
@@ -264,7 +277,5 @@ def test_print_plan_is_the_same_text_at_a_terminal_and_in_a_file(monkeypatch: py
 
 
 def test_an_eager_op_without_a_source_prints_without_a_place():
-    plan = replace(
-        layered_plan(1), leftovers=(Leftover("topk_0", "aten.topk.default", "opaque", "why", None),)
-    )
-    assert "  aten.topk.default: why\n" in str(plan) and "\n      at " not in str(plan)
+    plan = replace(layered_plan(1), decisions=(left(EAGER_OP, "topk_0", "aten.topk.default", "why"),))
+    assert str(plan).endswith("  aten.topk.default: why")

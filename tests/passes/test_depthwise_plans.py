@@ -99,7 +99,7 @@ def test_a_layer_of_inference_is_one_kernel() -> None:
     fused = planned(layer, X, WEIGHT, BIAS)
     (cluster,) = fused.clusters
     assert any(fused.dag.op(name).target is depthwise.depthwise for name in cluster.ops)
-    assert not [left for left in fused.leftovers if left.kind == Kind.CONTRACTION]
+    assert not [left for left in fused.leftovers if left.rule == "library call"]
     assert set(cluster.inputs) == set(fused.dag.inputs) and len(cluster.outputs) == 1
 
 
@@ -109,14 +109,14 @@ def test_what_is_cheap_joins_from_before_a_convolution_and_what_is_not_stays() -
     assert len(cheap.clusters) == 1
     dear = planned(lambda x, w: convolved(F.silu(x * 2), w) + 1, X, WEIGHT)
     assert len(dear.clusters) == 2
-    assert "would be computed again for each window that reads it" in str(dear.rejections)
+    assert "would be computed again for each window that reads it" in str(dear.refusals)
 
 
 @pytest.mark.usefixtures("scheduled")
 def test_a_slower_cluster_leaves_a_convolution_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "contraction_cost", lambda *_: Cost(0.5, 0, 0, 0, "launch"))
     fused = planned(layer, X, WEIGHT, BIAS)
-    (left,) = (left for left in fused.leftovers if left.kind == Kind.CONTRACTION)
+    (left,) = (left for left in fused.leftovers if left.rule == "library call")
     assert left.reason.startswith("library: it takes 0.5 us")
 
 

@@ -231,7 +231,7 @@ def test_inside_a_net_no_image_has_channels_first(block: str, monkeypatch: pytes
 def stored_channels_first(plan: FusionPlan) -> set[str]:
     """Images that kernels and library calls of a plan store with a side as the innermost dimension."""
     stored = {name for cluster in plan.clusters for name in cluster.outputs}
-    stored |= {left.op for left in plan.leftovers}
+    stored |= {left.subject for left in plan.leftovers}
     stored |= {
         name for name in plan.dag.order if plan.dag.op(name).inputs and {*plan.dag.op(name).inputs} & stored
     }

@@ -55,7 +55,7 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Memo, "__call__", lambda self, ops, outputs: self._price(ops, outputs))
     without = planned(dag)
     assert str(with_memo) == str(without)
-    assert with_memo.rejections == without.rejections
+    assert with_memo.decisions == without.decisions
     for mine, theirs in zip(with_memo.clusters, without.clusters, strict=True):
         assert (mine.ops, mine.inputs, mine.outputs, mine.cost) == (
             theirs.ops,

@@ -107,7 +107,7 @@ def channels_of_read_images(plan: FusionPlan) -> set[int]:
     read = [
         value
         for left in plan.leftovers
-        for i in plan.dag.op(left.op).inputs
+        for i in plan.dag.op(left.subject).inputs
         for value in plan.dag.op(i).outputs
     ]
     return {value.shape[1] for value in read if len(value.shape) == 4 and value.shape[0] == 256}  # type: ignore[misc]
@@ -120,7 +120,8 @@ def stored_twice(plan: FusionPlan, width: int, padded: int) -> list[str]:
         shape = plan.dag.op(name).outputs[0].shape
         return torch.Size([n for n in shape if isinstance(n, int)]).numel()
 
-    stored = {name for cluster in plan.clusters for name in cluster.outputs} | {n.op for n in plan.leftovers}
+    stored = {name for cluster in plan.clusters for name in cluster.outputs}
+    stored |= {call.subject for call in plan.leftovers}
     twice: list[str] = []
     for cluster in plan.clusters:
         for name in cluster.outputs:

@@ -49,7 +49,7 @@ def note(fast: Any) -> str:
 
 
 def products_left(fast: Any) -> list[str]:
-    return [left.reason for left in last(fast).leftovers if left.kind == "contraction"]
+    return [left.reason for left in last(fast).leftovers if left.rule == "library call"]
 
 
 def planned_for(plan: fc.FusionPlan) -> str:
@@ -84,7 +84,7 @@ def test_each_number_of_rows() -> None:
     kept = [planned_for(plan) for plan in plans if "row ranges" in plan.notes]
     assert sorted(kept) == ["1 to 4", "5 to 8", "9 to 16", "more than 16"]
     for plan in plans:
-        left = [op for op in plan.leftovers if op.kind == "contraction"]
+        left = [op for op in plan.leftovers if op.rule == "library call"]
         assert len(left) == (3 if "more than" in plan.notes.get("row ranges", "") else 0)
 
 

@@ -69,7 +69,7 @@ def test_products_of_matrices(function: Callable[..., Tensor]) -> None:
     fast = compared(function, *operands(), strict=True)
     assert "done" in fast.plan[0].notes[RULE]
     for plan in fast.plan:
-        assert {plan.dag.op(left.op).kind for left in plan.leftovers} == {"contraction"}
+        assert {plan.dag.op(left.subject).kind for left in plan.leftovers} == {"contraction"}
 
 
 @pytest.mark.parametrize("function", FOUND)

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -210,7 +209,7 @@ def test_the_plans_are_those_of_compile(name: str) -> None:
     assert shapes(explained.plans) == shapes(fast.plan)
     assert any(p.name.endswith("backward") for p in explained.plans)
     for plan in explained.plans:
-        assert str(replace(plan, rejections=())) in str(explained)
+        assert str(plan) in str(explained)
     assert [g["name"] for g in explained.json()["graphs"]] == [p.name for p in explained.plans]
 
 

@@ -250,8 +250,8 @@ def test_what_cannot_be_written_is_told() -> None:
     ended = plan.decided(noted("search", "ended"))
     key = Key(PLAN, "a" * 64, {})
     assert "search ended" in str(write_plan(Store(), key, ended, {}))
-    strange = replace(plan, leftovers=(object(),))  # type: ignore[arg-type]
-    assert write_plan(Store(), key, strange, {}) == "it holds object " + str(strange.leftovers[0])[:40]
+    strange = replace(plan, calls=(object(),))  # type: ignore[arg-type]
+    assert write_plan(Store(), key, strange, {}) == "it holds object " + str(strange.calls[0])[:40]
 
 
 def test_numbers_are_those_of_eager() -> None:

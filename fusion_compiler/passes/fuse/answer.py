@@ -11,8 +11,9 @@ import networkx as nx
 
 from fusion_compiler.errors import UnknownOpError, closest
 from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Cluster, Rejected
+from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ops.schema import is_view
 from fusion_compiler.passes.fuse.source_lookup import NameReference, references
@@ -24,8 +25,10 @@ PLACE = re.compile(r"(?P<file>[^:]+\.py):(?P<line>\d+)")
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer says what became of two ops in one graph; str() is its text.
+    """An answer says what became of two ops in one graph; str() is its text, with the graph before it.
 
+    graph: its name, which says whether it is the forward or the backward pass ("graph0.backward"); "" if the
+    ops are in different graphs.
     fused: they are one kernel. refused: if they are not, the rule, its reason and the saving; None if one of
     them launches nothing.
     """
@@ -33,10 +36,10 @@ class Answer:
     graph: str
     text: str
     fused: bool = False
-    refused: Rejected | None = None
+    refused: Decision | None = None
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.graph}: {self.text}" if self.graph else self.text
 
 
 def meanings(plan: FusionPlan, name: str) -> list[NameReference]:
@@ -120,16 +123,16 @@ def _apart(why: Why, a: str, b: str) -> Answer:
     if nx.has_path(why.graph, b, a):
         a, b = b, a
     refused = why.refusal(a, b)
-    lead = f"{a} and {b} are apart: {refused.rule}: {refused.reason}"
+    lead = f"{refused.subject} and {refused.other} are apart: {refused.rule}: {refused.reason}"
     if not refused.tensors:
         lead += "; they share no tensor"
     return Answer(why.plan.name, f"{lead}. {saving(refused)}", refused=refused)
 
 
-def saving(refused: Rejected) -> str:
+def saving(refused: Decision) -> str:
     """Return a sentence on what a refusal costs."""
     if refused.at_most:
-        return f"One kernel would save at most {max(0.0, refused.saving_us):.1f} us."
-    if refused.saving_us > 0:
-        return f"One kernel would save {refused.saving_us:.1f} us."
-    return f"One kernel would cost {-refused.saving_us:.1f} us more."
+        return f"One kernel would save at most {max(0.0, refused.saving):.1f} us."
+    if refused.saving > 0:
+        return f"One kernel would save {refused.saving:.1f} us."
+    return f"One kernel would cost {-refused.saving:.1f} us more."

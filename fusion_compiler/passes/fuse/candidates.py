@@ -16,10 +16,11 @@ import sympy
 
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
+from fusion_compiler.ir.decision import DELIBERATE_CALL, EAGER_OP, LIBRARY_CALL, Decision, Outcome
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
-from fusion_compiler.ir.plan_data import Cost, Leftover
+from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind, spec_of
@@ -105,7 +106,7 @@ class Candidates:
         self.reads = Reads(dag)
         self.effort = Effort(len(dag.order))
         self.infos: dict[str, BufferInfo] = {}
-        self.leftovers: list[Leftover] = []
+        self.leftovers: list[Decision] = []
         self.memo: dict[tuple[tuple[str, ...], frozenset[str]], Candidate | Illegal] = {}
         self.priced = Memo(dag, self.price, self.settled)
         self.bases, self.waits = bases(dag), waits(dag)
@@ -452,5 +453,7 @@ class Candidates:
         )
 
     def leave(self, op: Op, reason: str) -> None:
-        wanted = library_call(op) is not None
-        self.leftovers.append(Leftover(op.name, str(op.target), str(op.kind), reason, op.source, wanted))
+        deliberate = library_call(op) is not None
+        rule = LIBRARY_CALL if op.kind is Kind.CONTRACTION else DELIBERATE_CALL if deliberate else EAGER_OP
+        call = Decision(rule, op.name, Outcome.REFUSED, reason, target=str(op.target), source=op.source)
+        self.leftovers.append(call)

@@ -12,24 +12,25 @@ from math import inf
 import sympy
 
 from fusion_compiler.ir.dag import FEW_ROWS, OpDag
-from fusion_compiler.ir.decision import Decisions, noted
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome, noted
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.loops import Compute, Load, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Call, Cluster, Rejected, Setting
+from fusion_compiler.ir.plan_data import Call, Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.reproducible import is_joint
 from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import spec_of
-from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
+from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
-from fusion_compiler.passes.fuse.horizontal import launches
+from fusion_compiler.passes.fuse.horizontal import solve
 from fusion_compiler.passes.fuse.movement import eager_calls
-from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import Search
+from fusion_compiler.passes.fuse.why import Why
 from fusion_compiler.passes.lower.rounding import HALVES
 from fusion_compiler.passes.patterns.match import Match
+from fusion_compiler.patterns import DEFAULT_PATTERNS
 
 
 def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:
@@ -84,21 +85,19 @@ def plan(
     calls = eager_calls(dag, backward, device, hints)
     eager = _by_cluster(calls, clusters)
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
-    final = {n: c.name for c in clusters for n in c.ops}
-    rejections = _current(search, final)
     early = pool.effort.note
     ended = () if early is None else (noted("search", f"ended before all was tried: {early}"),)
-    return FusionPlan(
-        name,
-        dag,
-        tuple(clusters),
-        tuple(pool.leftovers),
-        rejections,
-        device.name,
-        calls,
-        decisions=(*_rounded(dag), *_phase(dag, clusters, setting), *ended),
-        setting=setting,
-        solved=solved,
+    decisions = (*_rounded(dag), *_phase(dag, clusters, setting), *ended, *pool.leftovers)
+    plan = FusionPlan(name, dag, tuple(clusters), device.name, calls, decisions, setting, solved)
+    return replace(plan, decisions=(*decisions, *_refused_hints(search, clusters), *Why(plan).edges()))
+
+
+def _refused_hints(search: Search, clusters: Sequence[Cluster]) -> Decisions:
+    """Return why matches of the user's hints are not one cluster."""
+    return tuple(
+        Decision(match.name, match.root, Outcome.REFUSED, reason)
+        for match, reason in search.refused_hints
+        if match.pattern not in DEFAULT_PATTERNS and not any({*match.ops} <= {*c.ops} for c in clusters)
     )
 
 
@@ -155,14 +154,6 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisio
     return (noted("phase", text),)
 
 
-def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
-    """Return the finished search, and the candidates' numbers of each cluster of the plan, in its order."""
-    pool = Candidates(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
-    search = Search(pool, setting.matches)
-    merge_and_recompute(search)
-    return search, launches(search)
-
-
 def _cluster(
     name: str,
     ops: tuple[str, ...],
@@ -189,13 +180,3 @@ def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str,
         if home is not None:
             by_cluster.setdefault(home, []).append(call)
     return by_cluster
-
-
-def _current(search: Search, final: Mapping[str, str]) -> tuple[Rejected, ...]:
-    """Return the last refusal of each pair of clusters that are still apart, by the names of clusters."""
-    out: dict[tuple[str, str], Rejected] = {}
-    for (a, b), rejected in search.rejections.items():
-        pair = (final.get(a, a), final.get(b, b))
-        if pair[0] != pair[1]:
-            out[pair] = replace(rejected, a=pair[0], b=pair[1])
-    return tuple(sorted(out.values(), key=lambda r: -r.saving_us))

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 
 import sympy
 
+from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.loops import COLS, INNER, ROWS, LoopNest, Reduce, Scan, axes_in, reduced_groups
+from fusion_compiler.ir.plan_data import Setting
 from fusion_compiler.ops.table import Kind
-from fusion_compiler.passes.fuse.candidates import Candidate
+from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
+from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.schedule.products import Products
 
@@ -43,6 +46,14 @@ def launches(search: Search) -> list[list[int]]:
         if len(home) == (MOST_READY if _is_ready(search, candidate) else MOST):
             near.remove(home)
     return groups
+
+
+def solve(dag: OpDag, setting: Setting) -> tuple[Search, list[list[int]]]:
+    """Return the finished search, and the candidates' numbers of each cluster of the plan, in its order."""
+    pool = Candidates(dag, setting.device, setting.hints, rounded=setting.numerics == "eager")
+    search = Search(pool, setting.matches)
+    merge_and_recompute(search)
+    return search, launches(search)
 
 
 def _fills_tiles(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> bool:
@@ -77,7 +88,7 @@ def style(loops: LoopNest, hints: Mapping[sympy.Symbol, int]) -> tuple[frozenset
 def _is_ready(search: Search, candidate: Candidate) -> bool:
     """True if a candidate is small and reads arguments of the graph alone, like batch norm counters."""
     cost = candidate.cost
-    small = cost.bytes_read + cost.bytes_written <= READY_BYTES
+    small = cost.moved <= READY_BYTES
     return small and search.pool.read_by(candidate) <= frozenset(search.dag.inputs)
 
 

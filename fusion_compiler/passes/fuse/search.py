@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
-from fusion_compiler.ir.plan_data import Rejected
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.reach import Reach
@@ -39,7 +37,7 @@ class Search:
         self.order = self.dag.order
         self.owner = {self.order[number]: number for number in self.candidates}
         self.users_of: tuple[frozenset[str], dict[str, list[int]]] = (pool.again, {})
-        self.rejections: dict[tuple[str, str], Rejected] = {}
+        self.refused_hints: list[tuple[Match, str]] = []  # with the reason
         self.reach = Reach(self.units())
         self.version = dict.fromkeys(self.candidates, 0)
         self.heap: list[tuple[float, bool, int, int, int, int]] = []
@@ -157,43 +155,35 @@ class Search:
     def try_hint(self, match: Match) -> None:
         """Merge all that a hint names into one cluster, if that is legal and faster than its ops alone."""
         numbers = sorted({self.owner[n] for n in match.ops if n in self.owner})
-        if len(numbers) > 1:
-            self.merge(numbers, (match.name, self.label(numbers[-1])))
+        refused = self.merge(numbers) if len(numbers) > 1 else None
+        if refused is not None and refused[0] != "dead":
+            self.refused_hints.append((match, ": ".join(refused)))
 
     def try_merge(self, a: int, b: int) -> None:
-        if not self.merge((a, b), (self.label(a), self.label(b))):
+        if self.merge((a, b)) is not None:
             return
         first = min(a, b)
         for other, saved in self.neighbours(first).items():
             self.push(min(first, other), max(first, other), saved)
 
-    def merge(self, numbers: Sequence[int], pair: tuple[str, str]) -> bool:
-        """Merge several candidates into the first of them if that is legal and gains; else refuse `pair`."""
+    def merge(self, numbers: Sequence[int]) -> tuple[str, str] | None:
+        """Merge several candidates into the first of them if that is legal and gains, and return None; else
+        return the rule that refused them, and its reason."""
         self.pool.effort.spent += ATTEMPT
         candidates = [self.candidates[n] for n in numbers]
         if not self.reach.convex(numbers):
-            reason = "an op between them needs one and feeds the other"
-            self.rejections[pair] = Rejected(*pair, "convex", reason)
-            return False
+            return "convex", "an op between them needs one and feeds the other"
         try:
             union = self.pool.union(candidates)
         except Illegal as error:
-            if error.rule != "dead":
-                self.rejections[pair] = Rejected(
-                    *pair, error.rule, error.reason, self.bound(candidates), True
-                )
-            return False
-        gain = sum(p.cost.us for p in candidates) - union.cost.us
-        if gain <= 0:
-            apart = " + ".join(f"{p.cost.us:.1f}" for p in candidates)
-            reason = f"together {union.cost.us:.1f} us, apart {apart} us"
-            self.rejections[pair] = Rejected(*pair, "cost", reason, gain)
-            return False
+            return error.rule, error.reason
+        if union.cost.us >= sum(p.cost.us for p in candidates):
+            return "cost", one_or_apart(candidates, union)
         first, *others = sorted(numbers)
         for gone in others:
             self.join(first, gone)
         self.candidates[first] = union
-        return True
+        return None
 
     def drop(self, number: int) -> None:
         """Remove a candidate that all its readers compute themselves. Its place in `reach` stays, as the
@@ -208,34 +198,16 @@ class Search:
         self.reach.join(first, gone)
         self.version[first] += 1
 
-    def bound(self, candidates: Sequence[Candidate]) -> float:
-        """Return what a merge could save at most: against a kernel that moves the rest as fast as a copy."""
-        moved = sum(p.cost.bytes_read + p.cost.bytes_written for p in candidates) - self.shared_bytes(
-            candidates
-        )
-        device = self.pool.device
-        best = max(device.launch_us, moved / device.copy_bandwidth * 1e6)
-        return sum(p.cost.us for p in candidates) - best
-
-    def shared_bytes(self, candidates: Sequence[Candidate]) -> int:
-        """Return the device memory traffic that one kernel saves on tensors that several candidates touch."""
-        inside = {name for p in candidates for name in p.ops}
-        stored = {name for p in candidates for name in p.outputs}
-        readers = Counter(name for p in candidates for name in self.pool.read_by(p))
-        saved = 0
-        for name, times in readers.items():
-            if not self.dag.op(name).outputs:
-                continue
-            reads = 0 if self.pool.info(name).in_l2 else self.pool.bytes(name)
-            if name not in stored:
-                saved += (times - 1) * reads
-            else:
-                needed = self.pool.must_exist(name) or not set(self.reads.users[name]) <= inside
-                saved += times * reads + (0 if needed else self.pool.bytes(name))
-        return saved
-
     def label(self, number: int) -> str:
         return self.candidates[number].outputs[-1]
+
+
+def one_or_apart(candidates: Sequence[Candidate], union: Candidate) -> str:
+    """Return the predicted times of one kernel and of several, as text."""
+    apart_us = " + ".join(f"{p.cost.us:.1f}" for p in candidates)
+    return (
+        f"one kernel would take {union.cost.us:.1f} us ({union.cost.bound}), apart they take {apart_us} us"
+    )
 
 
 def _outward(positions: Sequence[int], middle: int) -> Iterator[int]:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import nbytes
+from fusion_compiler.ir.decision import LIBRARY_CALL
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ops.schema import is_view
-from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.schedule.cost import NO_HINTS
 
@@ -47,11 +47,11 @@ def step_time(
     shorter as it moves more bytes or fewer.
     """
     at = hints if at is None else at
-    calls = [left for left in plan.leftovers if not is_view(plan.dag.op(left.op).target)]
-    products = [plan.dag.op(c.op) for c in calls if c.kind == Kind.CONTRACTION]
+    calls = [left for left in plan.leftovers if not is_view(plan.dag.op(left.subject).target)]
+    products = [plan.dag.op(c.subject) for c in calls if c.rule == LIBRARY_CALL]
     times = [(c.cost.us, (*c.inputs, *c.outputs)) for c in plan.clusters]
     times += [(contraction_cost(op, device, hints).us, (*op.inputs, op.name)) for op in products]
-    loops = [op.target for c in calls if isinstance((op := plan.dag.op(c.op)).target, Chunked)]
+    loops = [op.target for c in calls if isinstance((op := plan.dag.op(c.subject)).target, Chunked)]
     gpu = (len(calls) - len(products) - len(loops)) * device.launch_us + sum(loop.gpu_us for loop in loops)
     for us, names in times:
         metas = [meta for name in names for meta in plan.dag.op(name).outputs]

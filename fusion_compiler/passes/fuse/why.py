@@ -1,32 +1,37 @@
 """Explain for a finished plan why any two of its units are not one kernel, and what that costs.
 
-Every answer is about the final clusters, and not about those that the search had while they grew. It takes
-the finished search, which is run again for the plan's `Setting` if the plan no longer holds it.
+Every answer is about the final clusters, and not about those that the search had while they grew. A plan
+holds the answers about neighbours. An answer about another pair takes the finished search, which is run again
+for the plan's `Setting` if the plan no longer holds it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
 
 from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.decision import Decision, Decisions, apart
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ir.plan_data import Cluster, Cost, Rejected
+from fusion_compiler.ir.plan_data import Cluster, Cost
 from fusion_compiler.ops.own.recurrent import LAYERS
 from fusion_compiler.ops.schema import is_view, short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
-from fusion_compiler.passes.fuse.cluster import solve
 from fusion_compiler.passes.fuse.cost import contraction_cost
+from fusion_compiler.passes.fuse.horizontal import solve
 from fusion_compiler.passes.fuse.movement import Tensors
 from fusion_compiler.passes.fuse.reach import Reach, bits
+from fusion_compiler.passes.fuse.search import Search, one_or_apart
 from fusion_compiler.passes.lower.space import Illegal
 
 EPILOGUES = frozenset({"add", "relu", "gelu", "cast"})  # ops that cuBLAS can apply to a product's result
+
+MOST_SIBLINGS = 8  # readers of one tensor after each that `edges` tries with it: a graph may have thousands
 
 IN_WORDS = {"clone": "a copy in another order", "uniform": "dropout"}
 
@@ -35,14 +40,13 @@ IN_WORDS = {"clone": "a copy in another order", "uniform": "dropout"}
 class Unit:
     """A unit runs as one: it is a cluster, or one op as a call.
 
-    numbers: the numbers of the cluster's candidates in the search. outputs: the ops whose results it stores.
+    outputs: the ops whose results it stores.
     """
 
     name: str
     ops: tuple[str, ...]
     outputs: tuple[str, ...]
     cluster: Cluster | None = None
-    numbers: tuple[int, ...] = ()
 
 
 class UnitReach(Reach):
@@ -67,12 +71,13 @@ class Why:
             raise ValueError(f"plan {plan.name} does not say what it was decided for")
         self.plan, self.dag, self.setting = plan, plan.dag, plan.setting
         self.tensors = Tensors(plan.dag, self.setting.device, self.setting.hints)
-        self.reasons = {left.op: left.reason for left in plan.leftovers}
+        self.reasons = {left.subject: left.reason for left in plan.leftovers}
+        self.refused = {(d.subject, d.other): d for d in plan.refusals}
 
     @cached_property
     def units(self) -> dict[str, Unit]:
         """Return the units by name."""
-        units = {c.name: Unit(c.name, c.ops, c.outputs, c, tuple(n)) for c, n in self._solved()}
+        units = {c.name: Unit(c.name, c.ops, c.outputs, c) for c in self.plan.clusters}
         held = {op for unit in units.values() for op in unit.ops}
         calls = [n for n in self.dag.order if n not in held and n not in self.dag.inputs]
         for name in calls:
@@ -80,11 +85,20 @@ class Why:
                 units[name] = Unit(name, (name,), (name,))
         return units
 
-    def _solved(self) -> Iterator[tuple[Cluster, list[int]]]:
-        self.search, groups = self.plan.solved or solve(self.dag, self.setting)
-        for cluster, numbers in zip(self.plan.clusters, groups, strict=True):
-            assert cluster.outputs == tuple(o for n in numbers for o in self.search.candidates[n].outputs)
-            yield cluster, numbers
+    @cached_property
+    def solved(self) -> tuple[Search, dict[str, list[int]]]:
+        """Return the finished search, and the numbers of each cluster's candidates in it."""
+        search, groups = self.plan.solved or solve(self.dag, self.setting)
+        numbers: dict[str, list[int]] = {}
+        for cluster, group in zip(self.plan.clusters, groups, strict=True):
+            assert cluster.outputs == tuple(o for n in group for o in search.candidates[n].outputs)
+            numbers[cluster.name] = group
+        return search, numbers
+
+    def candidates(self, *units: Unit) -> list[Candidate]:
+        """Return the independent programs that clusters hold."""
+        search, numbers = self.solved
+        return [search.candidates[n] for unit in units for n in numbers[unit.name]]
 
     @cached_property
     def graph(self) -> nx.DiGraph[str]:
@@ -113,7 +127,7 @@ class Why:
         last = {unit.name: max(position[op] for op in unit.ops) for unit in self.units.values()}
         return list(nx.lexicographical_topological_sort(self.graph, key=last.__getitem__))
 
-    def edges(self) -> tuple[Rejected, ...]:
+    def edges(self) -> Decisions:
         """Return why neighbours are not one kernel: for each edge of a cluster, and for each two clusters
         that read one tensor and could run at once. The refusal that costs most comes first."""
         refusals = [
@@ -122,7 +136,7 @@ class Why:
             if self.units[a].cluster is not None or self.units[b].cluster is not None
         ]
         refusals += [self.refusal(a, b) for a, b in self._siblings()]
-        return tuple(sorted(refusals, key=lambda r: -r.saving_us))
+        return tuple(sorted(refusals, key=lambda r: -r.saving))
 
     def _siblings(self) -> list[tuple[str, str]]:
         clusters = [u for u in self.units.values() if u.cluster is not None]
@@ -132,7 +146,10 @@ class Why:
                 if self.dag.op(name).outputs:
                     readers.setdefault(name, []).append(unit.name)
         pairs = {
-            (a, b): None for names in readers.values() for i, a in enumerate(names) for b in names[i + 1 :]
+            (a, b): None
+            for names in readers.values()
+            for i, a in enumerate(names)
+            for b in names[i + 1 : i + 1 + MOST_SIBLINGS]
         }
         number = self.reach.number
         return [(a, b) for a, b in pairs if not self.reach.path(number[a], number[b])]
@@ -151,51 +168,33 @@ class Why:
                 return list(nx.shortest_path(ways, first, last))
         return []
 
-    def refusal(self, a: str, b: str) -> Rejected:
+    def refusal(self, a: str, b: str) -> Decision:
         """Return why two units are not one kernel. Raises KeyError for a name that no unit has."""
+        if decided := self.refused.get((a, b)) or self.refused.get((b, a)):
+            return decided
         first, second = self.units[a], self.units[b]
         tensors = self.shared(first, second)
+        bound = self.bound(first, second)
         calls = [u for u in (first, second) if u.cluster is None]
-        way = self.between(a, b)
-        bound = self.bound(first, second, tensors)
         if calls:
-            rule, reason = self._call_reason(first, second, calls)
-            return Rejected(a, b, rule, reason, bound, True, tensors)
-        if way:
+            return apart(a, b, *self._call_reason(first, second, calls), bound, True, tensors)
+        if way := self.between(a, b):
             steps = ", ".join(f"{y} needs {x}" for x, y in itertools.pairwise(way))
-            return Rejected(
-                a, b, "convex", f"a path leaves them and comes back: {steps}", bound, True, tensors
-            )
-        candidates = [self.search.candidates[n] for u in (first, second) for n in u.numbers]
+            reason = f"a path leaves them and comes back: {steps}"
+            return apart(a, b, "convex", reason, bound, True, tensors)
+        pool, candidates = self.solved[0].pool, self.candidates(first, second)
+        wanted = set(tensors)  # a unit may hold several independent programs
+        touching = [c for c in candidates if wanted & {*c.outputs, *pool.read_by(c)}]
         try:
-            union = self.search.pool.union(self._touching(first, second, tensors) or candidates)
+            union = pool.union(touching or candidates)
         except Illegal as error:
-            return Rejected(a, b, error.rule, error.reason, bound, True, tensors)
+            return apart(a, b, error.rule, error.reason, bound, True, tensors)
         merged = [p for p in candidates if set(p.ops) <= set(union.ops)]
-        return self._by_cost(a, b, merged, union, tensors)
-
-    def _touching(self, a: Unit, b: Unit, tensors: Sequence[str]) -> list[Candidate]:
-        """Return the candidates of two units that store or read one of some tensors: a unit may hold several
-        independent programs."""
-        wanted = set(tensors)
-        return [
-            candidate
-            for number in (*a.numbers, *b.numbers)
-            for candidate in [self.search.candidates[number]]
-            if wanted & {*candidate.outputs, *self.search.pool.read_by(candidate)}
-        ]
-
-    def _by_cost(
-        self, a: str, b: str, candidates: list[Candidate], union: Candidate, tensors: tuple[str, ...]
-    ) -> Rejected:
-        gain = sum(p.cost.us for p in candidates) - union.cost.us
-        apart = " + ".join(f"{p.cost.us:.1f}" for p in candidates)
-        reason = (
-            f"one kernel would take {union.cost.us:.1f} us ({union.cost.bound}), apart they take {apart} us"
-        )
+        gain = sum(p.cost.us for p in merged) - union.cost.us
+        reason = one_or_apart(merged, union)
         if gain > 0:
-            return Rejected(a, b, "search", f"{reason}: the search did not come to it", gain, False, tensors)
-        return Rejected(a, b, "cost", reason, gain, False, tensors)
+            return apart(a, b, "search", f"{reason}: the search did not come to it", gain, False, tensors)
+        return apart(a, b, "cost", reason, gain, False, tensors)
 
     def _call_reason(self, a: Unit, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
         """Return (rule, reason) of a pair of which one or both are ATen calls."""
@@ -212,25 +211,33 @@ class Why:
 
     def shared(self, a: Unit, b: Unit) -> tuple[str, ...]:
         """Return the tensors that one unit stores and the other reads, or else those that both read."""
+        return tuple(dict.fromkeys(self.passed(a, b) or self.read_by_both(a, b)))
+
+    def passed(self, a: Unit, b: Unit) -> list[str]:
+        """Return the tensors that one unit stores and the other reads."""
         mine, theirs = self.reads(a), self.reads(b)
-        passed = [n for n in a.outputs if n in theirs] + [n for n in b.outputs if n in mine]
-        both = [n for n in mine if n in theirs and self.dag.op(n).outputs]
-        return tuple(dict.fromkeys(passed or both))
+        return [n for n in a.outputs if n in theirs] + [n for n in b.outputs if n in mine]
+
+    def read_by_both(self, a: Unit, b: Unit) -> list[str]:
+        """Return the tensors that both units read."""
+        theirs = self.reads(b)
+        return [n for n in self.reads(a) if n in theirs and self.dag.op(n).outputs]
 
     def cost(self, unit: Unit) -> Cost:
         return unit.cluster.cost if unit.cluster is not None else cost_of_call(self.plan, unit.name)
 
-    def bound(self, a: Unit, b: Unit, tensors: Iterable[str]) -> float:
-        """Return what one kernel of both could save at most: the traffic of the tensors that they share, a
-        launch, and, if one of them computes while the other waits for memory, the time of the shorter."""
-        first, second = self.cost(a), self.cost(b)
-        if not first.us or not second.us:
+    def bound(self, a: Unit, b: Unit) -> float:
+        """Return what one kernel of both could save at most: it moves what they do not share as fast as a
+        copy, and computes no faster than either."""
+        costs = (self.cost(a), self.cost(b))
+        if not all(cost.us for cost in costs):
             return 0.0
         device = self.setting.device
-        saved = sum(self._saved_bytes(name, a, b) for name in tensors) / device.copy_bandwidth * 1e6
-        overlap = min(first.us, second.us) if "arithmetic" in (first.bound, second.bound) else 0.0
-        best = max(device.launch_us, *(c.us for c in (first, second) if c.bound == "arithmetic"), 0.0)
-        return min(first.us + second.us - best, saved + device.launch_us + overlap)
+        shared = dict.fromkeys(self.passed(a, b) + self.read_by_both(a, b))
+        rest = sum(cost.moved for cost in costs) - sum(self._saved_bytes(name, a, b) for name in shared)
+        computing = (cost.us for cost in costs if cost.bound == "arithmetic")
+        best = max(device.launch_us, rest / device.copy_bandwidth * 1e6, *computing)
+        return max(0.0, sum(cost.us for cost in costs) - best)
 
     def _saved_bytes(self, name: str, a: Unit, b: Unit) -> int:
         size = self.tensors.bytes(name)

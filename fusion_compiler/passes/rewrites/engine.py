@@ -44,9 +44,8 @@ Nodes = dict[fx.Node, fx.Node]  # node of the original -> node of the copy
 class Site:
     """A place in a graph that a rewrite looked at.
 
-    rule, node: as in a Decision. edit: changes the copy of the graph and returns the text of the note, "" for
-        no note, or raises Refused and leaves the copy as it was; a string is the reason why nothing is to be
-        done.
+    rule, node: as in a Decision. edit: changes the copy of the graph and returns the text of the note, or
+        raises Refused and leaves the copy as it was; a string is the reason why nothing is to be done.
     """
 
     rule: str
@@ -69,7 +68,7 @@ def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, D
     is_changed = any(note.is_done for note in notes)
     if is_changed:
         new.recompile()
-    return new if is_changed else gm, tuple(note for note in notes if note.reason)
+    return new if is_changed else gm, tuple(notes)
 
 
 @dataclass(frozen=True)

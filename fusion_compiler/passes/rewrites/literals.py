@@ -43,7 +43,7 @@ def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
     def full(nodes: Nodes) -> fx.Node:
         return emit(nodes[node], _aten.full.default, [], number, dtype=literal.dtype, device=device)
 
-    return Replacement(full, "", (constant,))
+    return Replacement(full, "a number of the host is one of the device", (constant,))
 
 
 SCALAR_CONSTANTS = Pass(
