@@ -33,7 +33,7 @@ from fusion_compiler.passes.rewrites.constants import base_name, constant
 from fusion_compiler.passes.rewrites.products import PRODUCTS, Product, product_of
 
 _aten = torch.ops.aten
-_SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
+SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
 _CASTS = {"to", "_to_copy", "type_as"}
 
 
@@ -115,9 +115,9 @@ class _Step:
     refusal: str = ""
 
 
-def softmax_of(node: fx.Node) -> Softmax | None:
+def _softmax_of(node: fx.Node) -> Softmax | None:
     """Return `node` as a softmax, also written as exp(x - max(x)) / sum(exp(x - max(x))), or None."""
-    if node.target in _SOFTMAXES:
+    if node.target in SOFTMAXES:
         named = arguments(node)
         return Softmax(
             named["self"], named["dim"] % named["self"].meta["val"].dim(), node, frozenset((node,))
@@ -156,11 +156,14 @@ def _over(reduction: fx.Node) -> int:
     return named["dim"][0] % named["self"].meta["val"].dim()
 
 
-def attention_of(softmax: Softmax) -> Attention | None:
-    """Return the attention around a softmax, or None if there is no product on both sides.
+def attention_at(node: fx.Node) -> Attention | None:
+    """Return the attention around a softmax, or None for other nodes and without a product on both sides.
 
-    Raises Refused if there is, and the nodes between are not attention, or not proved to be.
+    Raises Refused if there are products, and the nodes between are not attention, or not proved to be.
     """
+    softmax = _softmax_of(node)
+    if softmax is None:
+        return None
     ways = list(_forward(softmax.result))
     if not ways:
         return None

@@ -92,16 +92,19 @@ class Replacement:
         root = looked_at if self.of is None else self.of
         node = nodes[root]
         before = node.prev
-        with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
-            result = self.make(nodes)
-            if result is node:
-                return self.note
-        node.replace_all_uses_with(result)
-        if _layout(result) != _layout(node) and not _lay_out(result, node.meta["val"]):
-            result.replace_all_uses_with(node)
+        try:
+            with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
+                result = self.make(nodes)
+                if result is node:
+                    return self.note
+            node.replace_all_uses_with(result)
+            if _layout(result) != _layout(node) and not _lay_out(result, node.meta["val"]):
+                result.replace_all_uses_with(node)
+                raise Refused("its result lies in another order")
+        except Refused:
             while node.prev is not before:
                 node.graph.erase_node(node.prev)
-            raise Refused("its result lies in another order")
+            raise
         nodes[root] = result
         _erase(node, {nodes[op] for op in self.ops})
         return self.note
@@ -154,6 +157,7 @@ class Replacements:
 
     look: called with a node that calls one of `targets`, and all nodes that are written in place. Returns its
         replacement, the reason why it is left, or several of them; None if the rewrite is not about it.
+        It may also raise Refused with the reason.
     """
 
     name: str
@@ -166,9 +170,15 @@ class Replacements:
         if not roots:
             return gm, ()
         written = mutated_nodes(gm.graph.nodes)
-        verdicts = ((node, self.look(node, written)) for node in roots)
-        each = ((n, v) for n, vs in verdicts for v in ([vs] if isinstance(vs, _ONE) else vs))
+        each = ((node, verdict) for node in roots for verdict in self._verdicts(node, written))
         return edited(gm, [site for n, v in each if (site := _site(self.name, n, v))])
+
+    def _verdicts(self, node: fx.Node, written: set[fx.Node]) -> Sequence[Verdict]:
+        try:
+            verdicts = self.look(node, written)
+        except Refused as reason:
+            return [str(reason)]
+        return [verdicts] if isinstance(verdicts, _ONE) else verdicts
 
 
 def _site(name: str, root: fx.Node, verdict: Verdict) -> Site | None:

@@ -16,6 +16,7 @@ kernel are refused, with the reason. Inside the call, scores and probabilities a
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +25,15 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import emit, mutated_nodes
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.views import Permuted, Reshaped
-from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
+from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES, Attention, Operand, attention_at
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
 from fusion_compiler.passes.rewrites.axes import COPIES, Dim, rearrangement, shape_of
 from fusion_compiler.passes.rewrites.constants import base_name, values
 from fusion_compiler.passes.rewrites.contiguous import shows
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.few_queries import capped_attention
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
@@ -44,28 +45,22 @@ MAX_HEAD = 256  # of the flash kernels; above, separate products are not known t
 HIDDEN = -1e8
 
 
-def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Use scaled_dot_product_attention where `gm` (ATen above autograd) computes the same with products."""
-    if not any(softmax_of(node) for node in gm.graph.nodes):
-        return gm, ()
-    new, _ = copied(gm)
-    notes: list[Decision] = []
-    for node in list(new.graph.nodes):
-        softmax = softmax_of(node)
-        if softmax is None:
-            continue
-        try:
-            attention = attention_of(softmax)
-            if attention is None:
-                continue
-            notes.append(Decision(RULE, node.name, Outcome.DONE, _Call(attention).replace()))
-        except Refused as refused:
-            notes.append(Decision(RULE, node.name, Outcome.REFUSED, str(refused)))
-    if not any(note.is_done for note in notes):
-        return gm, tuple(notes)
-    new.graph.lint()
-    new.recompile()
-    return new, tuple(notes)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    attention = attention_at(node)
+    if attention is None:
+        return None
+
+    def call(nodes: Nodes) -> fx.Node:
+        copy = attention_at(nodes[node])
+        assert copy is not None
+        return _Call(copy).emitted()
+
+    return Replacement(call, _described(attention), tuple(attention.inside), attention.root)
+
+
+def _described(attention: Attention) -> str:
+    kind = "an additive mask" if attention.biases else "a bool mask" if attention.fills else "no mask"
+    return f"one call, {kind}" + (f", dropout {attention.dropout:g}" if attention.dropout else "")
 
 
 @dataclass(frozen=True)
@@ -90,32 +85,12 @@ class _Call:
         self.axes = attention.axes
         self.dtype: torch.dtype = attention.products[1].meta["val"].dtype
         self.batch, self.heads = _two(attention, self.axes.now)
-        self.sizes: dict[sympy.Expr, fx.Node] = {}
+        before = (n for n in itertools.takewhile(lambda n: n is not attention.root, self.graph.nodes))
+        symbols = [n for n in before if isinstance(n.meta.get("val"), torch.SymInt)]
+        self.sizes = {expression(n.meta["val"]): n for n in reversed(symbols)}
 
-    def replace(self) -> str:
-        """Put the call in place, and return a note of it. Raises Refused, with the graph as it was."""
-        root, before = self.attention.root, set(self.graph.nodes)
-        for node in self.graph.nodes:
-            if node is root:
-                break
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                self.sizes.setdefault(expression(node.meta["val"]), node)
-        try:
-            with self.graph.inserting_before(root):
-                result, reason = self._emitted()
-        except Refused:
-            for node in reversed(self.graph.nodes):
-                if node not in before:
-                    self.graph.erase_node(node)
-            raise
-        old = ancestors(root) - self.attention.inside
-        root.replace_all_uses_with(result)
-        for node in sorted(self.attention.inside, reverse=True):
-            self.graph.erase_node(node)
-        erase_unused(old)
-        return reason
-
-    def _emitted(self) -> tuple[fx.Node, str]:
+    def emitted(self) -> fx.Node:
+        """Emit the call at the place of the result, and return it. Raises Refused."""
         form = self.attention
         if form.scale <= 0:
             raise Refused(f"the scores are multiplied by {form.scale:g}")
@@ -139,15 +114,7 @@ class _Call:
         ours, theirs = result.meta["val"], form.root.meta["val"]
         if shape_of(result) != shape_of(form.root) or ours.dtype != theirs.dtype:
             raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
-        return result, self._described(mask.tensor)
-
-    def _described(self, mask: fx.Node | None) -> str:
-        kind = "no mask"
-        if mask is not None:
-            kind = "a bool mask" if mask.meta["val"].dtype is torch.bool else "an additive mask"
-        return f"one call, {kind}" + (
-            f", dropout {self.attention.dropout:g}" if self.attention.dropout else ""
-        )
+        return result
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.attention.products[1], target, *args, **kwargs)
@@ -388,7 +355,7 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
 
 FUSED_ATTENTION = Pass(
     RULE,
-    fuse_attention,
+    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), _look),
     does="Call scaled_dot_product_attention for attention that is written out.",
     when="a fused kernel takes its dtypes, sizes and mask",
     gains="the scores are never stored",
