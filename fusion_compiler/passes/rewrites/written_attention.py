@@ -25,7 +25,7 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import emit, mutated_nodes
+from fusion_compiler.capture.graphs import emit, mutated_nodes, stored_in_order
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.views import Permuted, Reshaped
 from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES, Attention, Operand, attention_at
@@ -59,7 +59,8 @@ def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
 
 
 def _described(attention: Attention) -> str:
-    kind = "an additive mask" if attention.biases else "a bool mask" if attention.fills else "no mask"
+    scores = attention.scores
+    kind = "an additive mask" if scores.biases else "a bool mask" if scores.fills else "no mask"
     return f"one call, {kind}" + (f", dropout {attention.dropout:g}" if attention.dropout else "")
 
 
@@ -92,20 +93,21 @@ class _Call:
     def emitted(self) -> fx.Node:
         """Emit the call at the place of the result, and return it. Raises Refused."""
         form = self.attention
-        if form.scale <= 0:
-            raise Refused(f"the scores are multiplied by {form.scale:g}")
+        if form.scores.scale <= 0:
+            raise Refused(f"the scores are multiplied by {form.scores.scale:g}")
         query = self._canonical(self._in_dtype(form.query), (form.rows, form.inner))
         key = self._canonical(self._in_dtype(form.key), (form.keys, form.inner))
         value = self._canonical(self._in_dtype(form.value, 1), (form.keys, form.features))
         mask = self._mask()
         refusal = no_kernel(query, value, mask.tensor, form.dropout)
-        if refusal and form.capped is None:
+        if refusal and form.scores.capped is None:
             raise Refused(refusal)
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
-        result = self._emit(_SDPA, query, key, value, mask.tensor, form.dropout, False, scale=form.scale)
-        if form.capped is not None:  # PyTorch has no kernel for capped scores
-            result = capped_attention(result, form.capped)
+        scale = form.scores.scale
+        result = self._emit(_SDPA, query, key, value, mask.tensor, form.dropout, False, scale=scale)
+        if form.scores.capped is not None:  # PyTorch has no kernel for capped scores
+            result = capped_attention(result, form.scores.capped)
         if mask.undefined is not None:
             factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
             factor = self._emit(_aten.to.dtype, factor, self.dtype)
@@ -182,10 +184,7 @@ class _Call:
             return self._emit(_aten.contiguous.default, result)
         if not shows(self.attention.root):
             return result
-        order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
-        stored = self._emit(_aten.permute.default, result, order)
-        stored = self._emit(_aten.contiguous.default, stored)
-        return self._emit(_aten.permute.default, stored, [order.index(d) for d in range(value.dim())])
+        return stored_in_order(self.attention.products[1], result, value)
 
     def _reshape(self, node: fx.Node, shape: list[sympy.Expr]) -> fx.Node:
         """Emit `node` in another shape, or return the operand of a reshape before it that has this shape."""
@@ -217,7 +216,7 @@ class _Call:
 
     def _mask(self) -> _Mask:
         shown, bias = self._shown(), self._bias()
-        fills = [f.value for f in self.attention.fills]
+        fills = [f.value for f in self.attention.scores.fills]
         number = next((v for v in fills if math.isfinite(v)), None)
         if number is not None:
             if len(set(fills)) > 1:
@@ -257,7 +256,7 @@ class _Call:
     def _shown(self) -> fx.Node | None:
         """Emit a bool mask over the keys, True where scores are not filled; return None if none are."""
         shown: fx.Node | None = None
-        for fill in self.attention.fills:
+        for fill in self.attention.scores.fills:
             if fill.value > 0 or math.isnan(fill.value):
                 raise Refused(f"scores are filled with {fill.value:g}")
             mask = self._over_keys(fill.of)
@@ -269,7 +268,7 @@ class _Call:
     def _bias(self) -> fx.Node | None:
         """Emit the sum of all biases of the scores in the call's dtype. Return None if there are none."""
         total: fx.Node | None = None
-        for bias in self.attention.biases:
+        for bias in self.attention.scores.biases:
             term = self._over_keys(bias.of)
             if bias.factor != 1.0:
                 term = self._emit(_aten.mul.Tensor, term, bias.factor)
