@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fusion_compiler.capture.in_place import IN_PLACE_WRITES
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
@@ -26,6 +25,7 @@ from fusion_compiler.passes.rewrites.embedding_bags import EMBEDDING_BAGS
 from fusion_compiler.passes.rewrites.experts import EXPERT_PRODUCTS
 from fusion_compiler.passes.rewrites.few_queries import DECODE_ATTENTION
 from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
+from fusion_compiler.passes.rewrites.in_place import IN_PLACE_WRITES
 from fusion_compiler.passes.rewrites.innermost_channels import CHANNELS_LAST
 from fusion_compiler.passes.rewrites.literals import SCALAR_CONSTANTS
 from fusion_compiler.passes.rewrites.patches import PATCHES

@@ -39,8 +39,8 @@ from fusion_compiler.capture.blocks import with_blocks
 from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.guards import add_guards
-from fusion_compiler.capture.in_place import show_arguments
 from fusion_compiler.capture.kept_rewrites import read_rewritten, write_rewritten
+from fusion_compiler.capture.memory import show_arguments
 from fusion_compiler.capture.partition import merge_equal, partition
 from fusion_compiler.capture.pre_autograd import (
     UntraceableError,

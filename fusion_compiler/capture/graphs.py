@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_compiler.ir.effects import draws, has_effect
 from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ops.own.channel_order import dimensions_in_memory
 from fusion_compiler.ops.schema import bound
 
 _aten = torch.ops.aten
@@ -113,6 +114,11 @@ def wants_gradient(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def is_trained(nodes: Iterable[fx.Node]) -> bool:
+    """True if the gradient of one of these nodes is wanted."""
+    return torch.is_grad_enabled() and any(map(wants_gradient, nodes))
+
+
 def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
     written: set[fx.Node] = set()
@@ -126,14 +132,20 @@ def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return written
 
 
-def written_between(first: fx.Node, last: fx.Node, operands: Iterable[Any]) -> bool:
-    """True if memory that `first` reads is written before `last`, which can then not read it instead."""
-    between: list[fx.Node] = []
-    node = first.next
-    while node is not last:
-        between.append(node)
-        node = node.next
-    return not aliases(list(operands)).isdisjoint(mutated_nodes(between))
+def between(first: fx.Node, last: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
+    """Return the nodes from `first` on and before `last`, without those of `inside`."""
+    nodes: list[fx.Node] = []
+    while first is not last:
+        nodes += [] if first in inside else [first]
+        first = first.next
+    return nodes
+
+
+def refuse_effects(nodes: Iterable[fx.Node], what: str) -> None:
+    """Raise Refused if one of the nodes between `what` is no operator and has an effect."""
+    for node in nodes:
+        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.is_impure():
+            raise Refused(f"{node.name} comes between {what}")
 
 
 def aliases(value: Any) -> set[fx.Node]:
@@ -164,6 +176,20 @@ def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **k
     node.meta = {k: copy.copy(v) for k, v in like.meta.items() if k in ORIGIN}
     node.meta["val"] = _called(node, {})
     return node
+
+
+def replaced_by(node: fx.Node, result: fx.Node) -> fx.Node:
+    """Erase a node whose readers read `result` from now on, and return that."""
+    node.replace_all_uses_with(result)
+    node.graph.erase_node(node)
+    return result
+
+
+def stored_in_order(like: fx.Node, node: fx.Node, value: torch.Tensor) -> fx.Node:
+    """Emit a copy of a tensor whose dimensions lie in memory in the order of `value`'s."""
+    order = dimensions_in_memory(value)
+    stored = emit(like, _aten.contiguous.default, emit(like, _aten.permute.default, node, order))
+    return emit(like, _aten.permute.default, stored, [order.index(d) for d in range(len(order))])
 
 
 def size_of(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
@@ -199,8 +225,10 @@ def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
     """Trace again the value of `first`, whose operand has a new layout, and all that this changes in the
     graph; shapes stay.
 
-    check(node): called for each node that reads a tensor with other strides than before. If it raises, or a
-    call raises for such strides, all values stay as they were.
+    check(node): called for each node that reads a tensor with other strides than before, and raises Refused
+    if these would be seen.
+
+    Raises Refused, with all values as they were, if `check` does or a call raises for such strides.
     """
     values: dict[fx.Node, Any] = {}
     node = first
@@ -208,7 +236,10 @@ def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
         if node is first or any(n in values for n in node.all_input_nodes):
             if node is not first:
                 check(node)
-            value = _called(node, values)
+            try:
+                value = _called(node, values)
+            except (RuntimeError, ValueError) as error:
+                raise Refused(str(error)) from error
             if tree_map_only(torch.Tensor, _strides, value) != tree_map_only(
                 torch.Tensor, _strides, node.meta["val"]
             ):

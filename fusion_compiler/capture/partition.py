@@ -30,7 +30,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import hinted
-from fusion_compiler.capture.in_place import place
+from fusion_compiler.capture.memory import place
 from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs, seconds, within
 from fusion_compiler.ir.calls import is_backward, mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec

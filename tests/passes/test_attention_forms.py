@@ -21,7 +21,7 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.equality import check_equal
 from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
-from fusion_compiler.passes.rewrites.written_attention import RULE, fuse_attention
+from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION, RULE
 from fusion_compiler.patterns import Rewrite
 from tests import models
 from tests.exactness import not_as_close, rounding_noise, wide
@@ -159,7 +159,7 @@ def rewritten(code: Code, *args: Tensor) -> tuple[Any, str]:
     """The graph of `code` after the rewrite, and the reason of its only note."""
     gm = traced(code, *args)
     before = gm.print_readable(print_output=False)
-    new, (note,) = fuse_attention(gm)
+    new, (note,) = FUSED_ATTENTION.apply(gm)
     assert gm.print_readable(print_output=False) == before
     assert note.rule == RULE and note.is_done is (new is not gm), note
     return new, note.reason
@@ -170,7 +170,7 @@ def assert_equal_like_a_rewrite(code: Code, args: tuple[Tensor, ...], domain: An
     graphs: dict[tuple[torch.Size, ...], Any] = {}
     for factor in (1, 3):
         sized = [a.new_zeros([s if s == 1 else s * factor for s in a.shape]) for a in args]
-        graphs[tuple(a.shape for a in sized)] = fuse_attention(traced(code, *sized))[0]
+        graphs[tuple(a.shape for a in sized)] = FUSED_ATTENTION.apply(traced(code, *sized))[0]
 
     def after(*given: Tensor) -> Any:
         return graphs[tuple(g.shape for g in given)](*given)
@@ -394,7 +394,7 @@ def test_what_is_left_alone(name: str) -> None:
     code, why = REFUSED[name]
     args = made(QKV)
     gm = traced(code, *args)
-    new, (note,) = fuse_attention(gm)
+    new, (note,) = FUSED_ATTENTION.apply(gm)
     assert new is gm and not note.is_done and why in note.reason, note
 
 
@@ -416,14 +416,14 @@ def test_a_copy_keeps_what_was_changed_later() -> None:
 )
 def test_what_is_no_attention_has_no_note(code: Code) -> None:
     gm = traced(code, *made(QKV))
-    assert fuse_attention(gm) == (gm, ())
+    assert FUSED_ATTENTION.apply(gm) == (gm, ())
 
 
 # -- on CUDA -------------------------------------------------------------------------------------------
 
 
 def _on_cuda(code: Code, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
-    new, (note,) = fuse_attention(traced_on_cuda(code, *on_cuda(*shapes, dtype=dtype)))
+    new, (note,) = FUSED_ATTENTION.apply(traced_on_cuda(code, *on_cuda(*shapes, dtype=dtype)))
     return new, note.reason
 
 
@@ -602,7 +602,7 @@ def test_every_attention_has_a_note() -> None:
         return plain(q, plain(q, k, v), _scores(q, q).sigmoid().softmax(-1) @ q)
 
     gm = traced(twice, *made(SQUARE))
-    new, notes = fuse_attention(gm)
+    new, notes = FUSED_ATTENTION.apply(gm)
     assert [n.is_done for n in notes] == [True, False, True]
     assert targets(new).count(SDPA) == 2
     args = made(SQUARE, torch.float64)

@@ -119,12 +119,17 @@ def changed(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [matrix_and_vector, too_short, summed_before, read_twice, wider, scaled, changed]
+    ("function", "reason"),
+    [
+        *((f, "") for f in (matrix_and_vector, too_short, summed_before, read_twice, wider, scaled)),
+        (changed, "an operand is written in place before the result is computed"),
+    ],
 )
-def test_what_stays_a_sum(function: Callable[..., Tensor]) -> None:
+def test_what_stays_a_sum(function: Callable[..., Tensor], reason: str) -> None:
     given = operands()
     gm = traced(function, *(t.detach() for t in given))
-    assert SUMS_OF_PRODUCTS.apply(gm) == (gm, ())
+    new, notes = SUMS_OF_PRODUCTS.apply(gm)
+    assert new is gm and [note.reason for note in notes] == ([reason] if reason else [])
     with torch.no_grad():
         torch.testing.assert_close(fc.compile(function, backend="interpret")(*given), function(*given))
 

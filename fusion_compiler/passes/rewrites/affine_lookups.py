@@ -11,8 +11,8 @@ that of a slice adds nothing up, and in the last form one element of each row ha
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, emit, size_of
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
 RULE = "affine lookups"
+NOTE = "no lookup by data"
 
 
 @dataclass(frozen=True)
@@ -40,48 +41,17 @@ class _Progression:
 
 
 def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
-    emitter = _FORMS[node.target](node, written)
-    return emitter and Replacement(lambda nodes: emitter(nodes[node]), "no lookup by data")
-
-
-Emitter = Callable[[fx.Node], fx.Node]
-
-
-def _selected(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """Return the emitter for index_select, whose index has one dimension."""
     named = arguments(node)
-    source, index = named["self"].meta["val"], named["index"]
-    if source.dim() == 0 or index.meta["val"].dim() != 1:
-        return None
-    dim = named["dim"] % source.dim()
-    progression = _progression(index, source.shape[dim], written)
-    return progression and (
-        lambda node: _part(node, arguments(node)["self"], dim, arguments(node)["index"], progression)
-    )
-
-
-def _embedded(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    named = arguments(node)
-    progression = _progression(named["indices"], named["weight"].meta["val"].shape[0], written)
-    if not progression or named["padding_idx"] >= 0 or named["scale_grad_by_freq"] or named["sparse"]:
-        return None
-    return lambda node: _part(node, arguments(node)["weight"], 0, arguments(node)["indices"], progression)
-
-
-def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """Return the emitter for index.Tensor by one index, or by two of which one counts the rows that the other
-    chooses from."""
-    named = arguments(node)
-    shape, indices = named["self"].meta["val"].shape, list(named["indices"])
-    dims = [d for d, index in enumerate(indices) if index is not None]
-    if len(dims) == 1:
-        (dim,) = dims
-        progression = _progression(indices[dim], shape[dim], written, wraps=True)
-        if progression is None:
-            return None
-        return lambda node: _part(
-            node, arguments(node)["self"], dim, arguments(node)["indices"][dim], progression
+    source: fx.Node = named["weight"] if node.target is _aten.embedding.default else named["self"]
+    shape, indices = source.meta["val"].shape, _indices(node, named)
+    if len(indices) == 1:
+        ((dim, index),) = indices.items()
+        wraps = node.target is _aten.index.Tensor
+        progression = _progression(index, shape[dim], written, wraps=wraps)
+        return progression and Replacement(
+            lambda nodes: _part(nodes[node], nodes[source], dim, nodes[index], progression), NOTE
         )
+    dims = list(indices)
     if len(dims) != 2 or dims[1] != dims[0] + 1:
         return None
     for count, choice in (dims, dims[::-1]):
@@ -90,15 +60,19 @@ def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
         plain = flat and chosen.dtype in (torch.int64, torch.int32)
         all_of = plain and expression(chosen.shape[0]) == expression(shape[count])
         if all_of and _progression(indices[count], shape[count], written) == _Progression(0, 1, (0,)):
-            return lambda node: _one_of_each(node, count, choice)
+            return Replacement(functools.partial(_one_of_each, node, count, choice), NOTE)
     return None
 
 
-_FORMS: dict[object, Callable[[fx.Node, set[fx.Node]], Emitter | None]] = {
-    _aten.index_select.default: _selected,
-    _aten.embedding.default: _embedded,
-    _aten.index.Tensor: _indexed,
-}
+def _indices(node: fx.Node, named: dict[str, Any]) -> dict[int, fx.Node]:
+    """Return {dimension: its index} of a lookup, or {} for one whose gradient is no sum of rows."""
+    if node.target is _aten.index.Tensor:
+        return {d: index for d, index in enumerate(named["indices"]) if index is not None}
+    if node.target is _aten.embedding.default:
+        is_plain = named["padding_idx"] < 0 and not named["scale_grad_by_freq"] and not named["sparse"]
+        return {0: named["indices"]} if is_plain else {}
+    rank, index = named["self"].meta["val"].dim(), named["index"]
+    return {named["dim"] % rank: index} if rank and index.meta["val"].dim() == 1 else {}
 
 
 def _progression(
@@ -177,8 +151,9 @@ def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any,
     return emit(node, operator.sub, p.start + 1, count), p.start + 1
 
 
-def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
+def _one_of_each(lookup: fx.Node, count: int, choice: int, nodes: Nodes) -> fx.Node:
     """Gather along dimension `choice` the element that each place along `count` chooses."""
+    node = nodes[lookup]
     source, chosen = arguments(node)["self"], arguments(node)["indices"][choice]
     rank = source.meta["val"].dim()
     size = size_of(node, source, choice)
@@ -196,7 +171,7 @@ def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
 
 AFFINE_LOOKUPS = Pass(
     RULE,
-    Replacements(RULE, (*_FORMS,), _look),
+    Replacements(RULE, (_aten.index_select.default, _aten.embedding.default, _aten.index.Tensor), _look),
     does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
     when="the index is proved to be such a function",
     gains="their gradients are no scatters",

@@ -9,6 +9,7 @@ queries and features follows from the two products (axes.py), however they are o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from fusion_compiler.capture.graphs import arguments, mutated_nodes
+from fusion_compiler.capture.graphs import arguments, between, mutated_nodes, refuse_effects
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import (
@@ -33,7 +34,7 @@ from fusion_compiler.passes.rewrites.constants import base_name, constant
 from fusion_compiler.passes.rewrites.products import PRODUCTS, Product, product_of
 
 _aten = torch.ops.aten
-_SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
+SOFTMAXES = {_aten.softmax.int, _aten._softmax.default, _aten.special_softmax.default}
 _CASTS = {"to", "_to_copy", "type_as"}
 
 
@@ -63,22 +64,33 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """softmax(scale * query key^T + biases, filled) value, and the nodes and axes that it is written in.
+class Scores:
+    """The scores that a softmax reads: scale * query key^T + biases, filled.
 
-    capped: if it is a number, scores are scale * tanh(capped * query key^T). batch: the axes beside rows and
-    keys that scores share with query or key, as dimensions. inner: the axes that the first product sums over.
-    features: the axes that only values have. root: the node of the attention's result, laid out as `layout`.
-    inside: all nodes that only the attention needs.
+    layout: the axes of their dimensions. capped: if it is a number, scores are scale * tanh(capped * query
+    key^T).
+    """
+
+    layout: Layout
+    scale: float = 1.0
+    capped: float | None = None
+    biases: tuple[Bias, ...] = ()
+    fills: tuple[Fill, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(scores) value, and the nodes and axes that it is written in.
+
+    batch: the axes beside rows and keys that scores share with query or key, as dimensions. inner: the axes
+    that the first product sums over. features: the axes that only values have. root: the node of the
+    attention's result, laid out as `layout`. inside: all nodes that only the attention needs.
     """
 
     query: Operand
     key: Operand
     value: Operand
-    scale: float
-    capped: float | None
-    biases: tuple[Bias, ...]
-    fills: tuple[Fill, ...]
+    scores: Scores
     dropout: float
     batch: tuple[Dim, ...]
     rows: Dim
@@ -107,17 +119,14 @@ class _Step:
     """The effect of `node` on scores or probabilities. refusal: the reason why attention has no such step."""
 
     node: fx.Node
-    scale: float = 1.0
-    bias: tuple[fx.Node, float] | None = None
-    fill: tuple[fx.Node, bool, float] | None = None
+    effect: Callable[[Scores], Scores] = lambda scores: scores
     dropout: float = 0.0
-    caps: bool = False
     refusal: str = ""
 
 
-def softmax_of(node: fx.Node) -> Softmax | None:
+def _softmax_of(node: fx.Node) -> Softmax | None:
     """Return `node` as a softmax, also written as exp(x - max(x)) / sum(exp(x - max(x))), or None."""
-    if node.target in _SOFTMAXES:
+    if node.target in SOFTMAXES:
         named = arguments(node)
         return Softmax(
             named["self"], named["dim"] % named["self"].meta["val"].dim(), node, frozenset((node,))
@@ -156,11 +165,14 @@ def _over(reduction: fx.Node) -> int:
     return named["dim"][0] % named["self"].meta["val"].dim()
 
 
-def attention_of(softmax: Softmax) -> Attention | None:
-    """Return the attention around a softmax, or None if there is no product on both sides.
+def attention_at(node: fx.Node) -> Attention | None:
+    """Return the attention around a softmax, or None for other nodes and without a product on both sides.
 
-    Raises Refused if there is, and the nodes between are not attention, or not proved to be.
+    Raises Refused if there are products, and the nodes between are not attention, or not proved to be.
     """
+    softmax = _softmax_of(node)
+    if softmax is None:
+        return None
     ways = list(_forward(softmax.result))
     if not ways:
         return None
@@ -228,7 +240,7 @@ def _steps(node: fx.Node) -> Iterator[tuple[Any, _Step]]:
         same = source.meta["val"].device == node.meta["val"].device
         yield source, _Step(node, refusal="" if kept and same else "a cast of the scores")
     elif name == "tanh":
-        yield arguments(node)["self"], _Step(node, caps=True)
+        yield arguments(node)["self"], _Step(node, _capped)
     elif name in _ARITHMETIC:
         yield from _ARITHMETIC[name](node, arguments(node))
     elif _is_elementwise(node):
@@ -246,7 +258,7 @@ def _multiplied(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _St
     for source, other in (pair, pair[::-1]):
         factor = constant(other)
         if factor is not None:
-            yield source, _Step(node, scale=factor)
+            yield source, _Step(node, lambda s, f=factor: _scaled(s, f))
             return
     for source in pair:
         yield source, _Step(node, refusal="the scores are multiplied by a tensor")
@@ -255,7 +267,7 @@ def _multiplied(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _St
 def _divided(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
     divisor = constant(named["other"])
     if divisor and named.get("rounding_mode") is None:
-        yield named["self"], _Step(node, scale=1 / divisor)
+        yield named["self"], _Step(node, lambda s: _scaled(s, 1 / divisor))
     else:
         yield named["self"], _Step(node, refusal="the scores are divided by a tensor")
 
@@ -264,9 +276,9 @@ def _added(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
     sign = -1.0 if base_name(node) == "sub" else 1.0
     one, other, alpha = named["self"], named["other"], float(named.get("alpha", 1))
     if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-        yield one, _Step(node, bias=(other, sign * alpha))
-        turned = sign * alpha == 1.0
-        yield other, _Step(node, bias=(one, 1.0)) if turned else _Step(node, refusal="scores are subtracted")
+        yield one, _Step(node, lambda s: _biased(s, node, other, sign * alpha))
+        turned = "" if sign * alpha == 1.0 else "scores are subtracted"
+        yield other, _Step(node, lambda s: _biased(s, node, one, 1.0), refusal=turned)
     else:
         yield one, _Step(node, refusal="" if constant(other) == 0 else "a number is added to the scores")
 
@@ -276,14 +288,15 @@ def _filled(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]
     if value is None:
         yield named["self"], _Step(node, refusal="the scores are filled with data")
     else:
-        yield named["self"], _Step(node, fill=(named["mask"], True, value))
+        yield named["self"], _Step(node, lambda s: _masked(s, node, named["mask"], True, value))
 
 
 def _chosen(node: fx.Node, named: dict[str, Any]) -> Iterator[tuple[Any, _Step]]:
     for source, other, hides in (("self", "other", False), ("other", "self", True)):
         value = constant(named[other])
         if value is not None:
-            yield named[source], _Step(node, fill=(named["condition"], hides, value))
+            fill = functools.partial(_masked, at=node, mask=named["condition"], hides=hides, value=value)
+            yield named[source], _Step(node, fill)
         else:
             yield named[source], _Step(node, refusal="the scores are one of two tensors")
 
@@ -299,17 +312,6 @@ _ARITHMETIC: dict[str, Callable[[fx.Node, dict[str, Any]], Iterator[tuple[Any, _
 
 
 # -- reading ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """The total of the steps between the first product and the softmax."""
-
-    layout: Layout
-    scale: float = 1.0
-    capped: float | None = None
-    biases: tuple[Bias, ...] = ()
-    fills: tuple[Fill, ...] = ()
 
 
 def _read(
@@ -351,9 +353,9 @@ def _read(
     batch = tuple(d for d in (tuple(a for a in d if a not in (*rows, *keys)) for d in batch) if d)
     inside = _inside(softmax, first.node, before, after, second.node, root)
     attention = Attention(
-        query, key, value, scores.scale, scores.capped, scores.biases, scores.fills, dropout, batch, rows,
-        keys, tuple(a for d in query.layout for a in now(d) if a in inner), features, root, result, inside,
-        axes, (first.node, second.node),
+        query, key, value, scores, dropout, batch, rows, keys,
+        tuple(a for d in query.layout for a in now(d) if a in inner), features, root, result, inside, axes,
+        (first.node, second.node),
     )  # fmt: skip
     _check_effects(attention)
     return attention
@@ -380,8 +382,8 @@ def _rows(axes: Axes, layout: Layout, free: set[int]) -> Dim:
     return ()
 
 
-def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ...]) -> _Scores:
-    scores = _Scores(layout)
+def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ...]) -> Scores:
+    scores = Scores(layout)
     if product.node.target is _aten.baddbmm.default:
         named = arguments(product.node)
         scores = _scaled(scores, float(named["alpha"]))
@@ -393,31 +395,24 @@ def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ..
             scores = replace(scores, layout=moved)
         elif len(shape_of(step.node)) != len(scores.layout):
             raise Refused("the scores are spread over more dimensions")
-        scores = _scaled(scores, step.scale)
-        if step.caps:
-            scores = _capped(scores)
-        if step.bias is not None:
-            scores = _biased(scores, step.node, *step.bias)
-        if step.fill is not None:
-            scores = _masked(scores, step.node, *step.fill)
-        scores = _rounded(scores, step.node.meta["val"].dtype)
+        scores = _rounded(step.effect(scores), step.node.meta["val"].dtype)
     return scores
 
 
-def _rounded(scores: _Scores, dtype: torch.dtype) -> _Scores:
+def _rounded(scores: Scores, dtype: torch.dtype) -> Scores:
     """Round the numbers that masks fill in to `dtype`, in which some are infinite."""
     with unset_fake_temporarily():
         fills = tuple(Fill(f.of, f.hides, float(torch.tensor(f.value, dtype=dtype))) for f in scores.fills)
     return replace(scores, fills=fills)
 
 
-def _capped(scores: _Scores) -> _Scores:
+def _capped(scores: Scores) -> Scores:
     if scores.biases or scores.fills or scores.capped is not None:
         raise Refused("tanh of masked scores")
     return replace(scores, scale=1.0, capped=scores.scale)
 
 
-def _scaled(scores: _Scores, factor: float) -> _Scores:
+def _scaled(scores: Scores, factor: float) -> Scores:
     if factor == 1.0:
         return scores
     touched = scores.biases or scores.fills
@@ -428,7 +423,7 @@ def _scaled(scores: _Scores, factor: float) -> _Scores:
     return replace(scores, scale=scores.scale * factor, biases=biases, fills=fills)
 
 
-def _biased(scores: _Scores, at: fx.Node, tensor: fx.Node, factor: float) -> _Scores:
+def _biased(scores: Scores, at: fx.Node, tensor: fx.Node, factor: float) -> Scores:
     if not tensor.meta["val"].is_floating_point():
         raise Refused("the scores are added to integers")
     if any(math.isfinite(f.value) for f in scores.fills):
@@ -437,14 +432,14 @@ def _biased(scores: _Scores, at: fx.Node, tensor: fx.Node, factor: float) -> _Sc
     return replace(scores, biases=(*scores.biases, bias))
 
 
-def _masked(scores: _Scores, at: fx.Node, mask: fx.Node, hides: bool, value: float) -> _Scores:
+def _masked(scores: Scores, at: fx.Node, mask: fx.Node, hides: bool, value: float) -> Scores:
     if mask.meta["val"].dtype is not torch.bool:
         raise Refused("a mask that is not bool")
     fill = Fill(_spread(scores, at, mask), hides, value)
     return replace(scores, fills=(*scores.fills, fill))
 
 
-def _spread(scores: _Scores, at: fx.Node, tensor: fx.Node) -> Operand:
+def _spread(scores: Scores, at: fx.Node, tensor: fx.Node) -> Operand:
     """Return the operand of a tensor that is broadcast to the scores at node `at`. Raises Refused."""
     sizes, scores_sizes = shape_of(tensor), shape_of(at)
     if len(sizes) > len(scores_sizes) or len(scores_sizes) != len(scores.layout):
@@ -512,32 +507,21 @@ def _inside(
     return frozenset(inside)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
 def _check_effects(attention: Attention) -> None:
     """Raise Refused if a tensor that the attention reads changes, or another node has an effect, between the
     attention's first node and its last."""
-    inside = attention.inside
-    order = {n: i for i, n in enumerate(attention.root.graph.nodes)}
-    start, end = order[attention.products[0]], order[attention.root]
-    masks = (*attention.biases, *attention.fills)
-    read: list[fx.Node] = []
+    inside, start, read = attention.inside, attention.products[0], set[fx.Node]()
+    masks = (*attention.scores.biases, *attention.scores.fills)
     for operand in (attention.query, attention.key, attention.value, *(m.of for m in masks)):
         node = operand.node
-        read.append(node)
-        while (
-            rearrangement(node) or base_name(node) in _CASTS or _is_view(node)
-        ):  # the call may read these nodes instead
-            start = min(start, order[node])
-            node = node.all_input_nodes[0]
-            read.append(node)
-    between = [n for n in list(order)[start:end] if n not in inside]
-    for node in between:
-        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.is_impure():
-            raise Refused(f"{node.name} comes between its products")
-    if changed := mutated_nodes(between) & set(read):
+        read.add(node)
+        # The call may read what this is a view or a copy of.
+        while rearrangement(node) or base_name(node) in _CASTS or getattr(node.target, "is_view", False):
+            start, node = min(start, node), node.all_input_nodes[0]
+            read.add(node)
+    others = between(start, attention.root, inside)
+    refuse_effects(others, "its products")
+    if changed := mutated_nodes(others) & read:
         raise Refused(f"{min(changed).name} is changed in place")
     for node in inside:  # its nodes may change their own values in place
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:

@@ -40,15 +40,10 @@ def _in_place(call: fx.Node, written: set[fx.Node]) -> list[Replacement | str]:
     edits: list[Replacement | str] = []
     for copy, names in _copies(call).items():
         source = copy.all_input_nodes[0]
-        try:
-            if {source, copy} & written:
-                raise Refused("the copy keeps it from what is written in place")
-            _refuse_strides(source.meta["val"])
-        except Refused as reason:
-            edits.append(f"{names} copied: {reason}")
-            continue
-        drop = functools.partial(_drop, call, copy, names)
-        edits.append(Replacement(drop, f"{names} read where it is"))
+        is_written = "the copy keeps it from what is written in place" if {source, copy} & written else ""
+        reason = is_written or _unreadable(source.meta["val"])
+        drop = Replacement(functools.partial(_drop, call, copy, names), f"{names} read where it is")
+        edits.append(f"{names} copied: {reason}" if reason else drop)
     return edits
 
 
@@ -154,23 +149,22 @@ def _exchange(call: fx.Node, old: fx.Node, new: fx.Node, otherwise: str) -> None
     call.replace_input_with(old, new)
     try:
         trace_strides(call, refuse_strides)
-    except (Refused, RuntimeError, ValueError) as error:
+    except Refused as error:
         call.args, call.kwargs = before
         raise Refused(f"{otherwise}: {error}") from error
 
 
-def _refuse_strides(value: torch.Tensor) -> None:
-    """Raise Refused for a tensor that no fused kernel reads with its strides."""
+def _unreadable(value: torch.Tensor) -> str:
+    """Return why no fused kernel reads a tensor with its strides, or ""."""
     if value.stride(-1) != 1:
-        raise Refused("its rows are not contiguous")
+        return "its rows are not contiguous"
     sizes = zip(value.stride()[:-1], value.shape[:-1], strict=True)
     steps = [s for s, size in sizes if size != 1]
     if 0 in steps:
-        raise Refused("it is spread over several heads")
-    if value.device.type != "cpu" and any(
-        n * value.itemsize % _ALIGNED for n in (*steps, value.storage_offset())
-    ):
-        raise Refused(f"its rows do not begin at multiples of {_ALIGNED} bytes")
+        return "it is spread over several heads"
+    places = () if value.device.type == "cpu" else (*steps, value.storage_offset())
+    is_odd = any(n * value.itemsize % _ALIGNED for n in places)
+    return f"its rows do not begin at multiples of {_ALIGNED} bytes" if is_odd else ""
 
 
 def _factors(call: fx.Node) -> dict[str, tuple[fx.Node, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fusion_compiler.capture.graphs import arguments
 _aten = torch.ops.aten
 _SAME = {
     "to", "_to_copy", "lift_fresh_copy", "detach", "detach_", "alias", "clone", "contiguous", "expand",
-    "view", "reshape", "unsqueeze",
+    "view", "reshape", "unsqueeze", "permute", "transpose", "slice", "select", "squeeze",
 }  # fmt: skip
 _FILLS: dict[str, Any] = {
     **dict.fromkeys(("full", "full_like", "new_full"), "fill_value"),
@@ -37,20 +37,25 @@ def base_name(node: fx.Node) -> str:
 
 def constant(value: Any) -> float | None:
     """Return the number that all elements of `value` are for all inputs of the graph, or None."""
+    numbers = values(value)
+    return next(iter(numbers)) if numbers and len(numbers) == 1 else None
+
+
+def values(value: Any) -> frozenset[float] | None:
+    """Return all numbers that elements of `value` may be, or None if they depend on data."""
     if isinstance(value, int | float):
-        return float(value)
-    if (
-        not isinstance(value, fx.Node)
-        or not isinstance(value.meta.get("val"), torch.Tensor)
-        or _written(value)
-    ):
+        return frozenset((float(value),))
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype.is_complex:
         return None
-    number = _stored(value) if value.op == "get_attr" else _filled(value)
-    dtype = value.meta["val"].dtype
-    if number is None or dtype.is_complex:
+    read = _stored if value.op == "get_attr" else _computed
+    numbers = None if _written(value) else read(value)
+    if numbers is None and tensor.dtype is torch.bool:
+        return frozenset((0.0, 1.0))
+    if numbers is None or len(numbers) > _MOST:
         return None
     with unset_fake_temporarily():
-        return float(torch.tensor(number, dtype=dtype).item())
+        return frozenset(float(torch.tensor(v, dtype=torch.float64).to(tensor.dtype).item()) for v in numbers)
 
 
 def _written(node: fx.Node) -> bool:
@@ -63,15 +68,7 @@ def _written(node: fx.Node) -> bool:
     return False
 
 
-def _filled(node: fx.Node) -> float | None:
-    name = base_name(node)
-    if name in _FILLS:
-        fill = _FILLS[name]
-        return constant(arguments(node)[fill]) if isinstance(fill, str) else fill
-    return constant(node.args[0]) if name in _SAME else None
-
-
-def _stored(node: fx.Node) -> float | None:
+def _stored(node: fx.Node) -> Collection[float] | None:
     """Return the number of a literal of the model's code, torch.tensor(0.5), as traces store it, or None."""
     if any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
         return None
@@ -79,51 +76,33 @@ def _stored(node: fx.Node) -> float | None:
     if type(literal) is not torch.Tensor or literal.numel() != 1:
         return None
     with unset_fake_temporarily():
-        return float(literal.item())
-
-
-def values(node: fx.Node) -> frozenset[float] | None:
-    """Return all numbers that elements of `node` may be, or None if they depend on data."""
-    if (number := constant(node)) is not None:
-        return frozenset((number,))
-    numbers = None if _written(node) else _chosen(node)
-    if numbers is None or len(numbers) > _MOST:
-        return None
-    dtype = node.meta["val"].dtype
-    with unset_fake_temporarily():
-        return frozenset(float(torch.tensor(v, dtype=torch.float64).to(dtype).item()) for v in numbers)
+        return (float(literal.item()),)
 
 
 _MOST = 8
 
 
-def _chosen(node: fx.Node) -> set[float] | None:
+def _computed(node: fx.Node) -> Collection[float] | None:
     """Return the numbers of `values` before they are rounded to the node's dtype, or None."""
     name = base_name(node)
-    if name in _SAME or name in ("permute", "transpose", "slice", "select", "squeeze"):
-        return _bool_or(node.args[0])
+    if name in _FILLS:
+        fill = _FILLS[name]
+        return values(arguments(node)[fill] if isinstance(fill, str) else fill)
+    if name in _SAME:
+        return values(node.args[0])
     if name in ("tril", "triu"):
-        numbers = _bool_or(node.args[0])
+        numbers = values(node.args[0])
         return numbers and numbers | {0.0}
     if name not in _POINTWISE:
         return None
     function, names = _POINTWISE[name]
-    named = arguments(node)
-    if named.get("alpha", 1) != 1:
-        return None
-    sides = [_bool_or(named[n]) for n in names]
-    if any(side is None for side in sides):
-        return None
-    return {function(*pair) for pair in itertools.product(*sides)} if function else set().union(*sides)  # type: ignore[arg-type]
-
-
-def _bool_or(value: Any) -> set[float] | None:
-    if not isinstance(value, fx.Node):
-        return {float(value)} if isinstance(value, int | float) else None
-    if value.meta["val"].dtype is torch.bool:
-        return {0.0, 1.0}
-    numbers = values(value)
-    return None if numbers is None else set(numbers)
+    named, sides = arguments(node), list[frozenset[float]]()
+    for operand in names:
+        numbers = values(named[operand])
+        if numbers is None or named.get("alpha", 1) != 1:
+            return None
+        sides.append(numbers)
+    return {function(*pair) for pair in itertools.product(*sides)} if function else sides[0] | sides[1]
 
 
 _POINTWISE: dict[str, tuple[Callable[..., float] | None, tuple[str, ...]]] = {

@@ -17,14 +17,15 @@ from fusion_compiler.capture.graphs import (
     aliases,
     ancestors,
     arguments,
+    between,
     copied,
     emit,
     fake_mode,
     is_pure,
+    is_trained,
     mutated_nodes,
     refuse_strides,
     trace_strides,
-    wants_gradient,
     writes,
 )
 from fusion_compiler.ir.dag import Ref, dim_of, step_of
@@ -44,27 +45,34 @@ Nodes = dict[fx.Node, fx.Node]  # node of the original -> node of the copy
 class Site:
     """A place in a graph that a rewrite looked at.
 
-    rule, node: as in a Decision. edit: changes the copy of the graph and returns the text of the note, or
-        raises Refused and leaves the copy as it was; a string is the reason why nothing is to be done.
+    rule: as in a Decision. node: its subject, or several that are changed together. edit: changes the copy of
+        the graph and returns the text of the note, "" for no note, or raises Refused and leaves the copy as
+        it was; a string is the reason why nothing is to be done.
     """
 
     rule: str
-    node: str
+    node: str | tuple[str, ...]
     edit: Callable[[Nodes], str] | str
 
 
-def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, Decisions]:
-    """Return a copy of `gm` with all edits, or `gm` itself if there are none, and the decision about each."""
-    if all(isinstance(site.edit, str) for site in sites):
-        return gm, tuple(Decision(site.rule, site.node, Outcome.REFUSED, str(site.edit)) for site in sites)
-    new, nodes = copied(gm)
+def decided(sites: Iterable[Site], nodes: Nodes) -> Decisions:
+    """Make all edits in a copy of a graph, and return the decision about each."""
     notes: list[Decision] = []
     for site in sites:
         try:
             applied, text = (False, site.edit) if isinstance(site.edit, str) else (True, site.edit(nodes))
         except Refused as refused:
             applied, text = False, str(refused)
-        notes.append(Decision(site.rule, site.node, Outcome.of(applied), text))
+        subjects = (site.node,) if isinstance(site.node, str) else site.node
+        notes += (Decision(site.rule, subject, Outcome.of(applied), text) for subject in subjects)
+    return tuple(notes)
+
+
+def edited(gm: fx.GraphModule, sites: Sequence[Site]) -> tuple[fx.GraphModule, Decisions]:
+    """Return a copy of `gm` with all edits, or `gm` itself if there are none, and the decision about each."""
+    is_left = all(isinstance(site.edit, str) for site in sites)
+    new, nodes = (gm, {}) if is_left else copied(gm)
+    notes = decided(sites, nodes)
     is_changed = any(note.is_done for note in notes)
     if is_changed:
         new.recompile()
@@ -91,24 +99,27 @@ class Replacement:
         root = looked_at if self.of is None else self.of
         node = nodes[root]
         before = node.prev
-        with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
-            result = self.make(nodes)
-            if result is node:
-                return self.note
-        node.replace_all_uses_with(result)
-        if _layout(result) != _layout(node) and not _lay_out(result, node.meta["val"]):
-            result.replace_all_uses_with(node)
+        try:
+            with node.graph.inserting_before(node), fake_mode([node.meta.get("val")]):
+                result = self.make(nodes)
+                if result is node:
+                    return self.note
+            node.replace_all_uses_with(result)
+            like = node.meta["val"]
+            if steps(result.meta["val"]) != steps(like) and not _lay_out(result, like):
+                result.replace_all_uses_with(node)
+                raise Refused("its result lies in another order")
+        except Refused:
             while node.prev is not before:
                 node.graph.erase_node(node.prev)
-            raise Refused("its result lies in another order")
+            raise
         nodes[root] = result
         _erase(node, {nodes[op] for op in self.ops})
         return self.note
 
 
-def _layout(node: fx.Node) -> Any:
+def steps(value: torch.Tensor) -> list[Any]:
     """Return the strides of the dimensions of more than one element."""
-    value = node.meta["val"]
     return [step_of(t) for n, t in zip(value.shape, value.stride(), strict=True) if dim_of(n) != 1]
 
 
@@ -118,7 +129,7 @@ def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
     lying, result.meta["val"] = result.meta["val"], like
     try:
         trace_strides(result, refuse_strides)
-    except (Refused, RuntimeError, ValueError):
+    except Refused:
         result.meta["val"] = lying
         if not like.is_contiguous():
             return False
@@ -153,6 +164,7 @@ class Replacements:
 
     look: called with a node that calls one of `targets`, and all nodes that are written in place. Returns its
         replacement, the reason why it is left, or several of them; None if the rewrite is not about it.
+        It may also raise Refused with the reason.
     """
 
     name: str
@@ -165,9 +177,15 @@ class Replacements:
         if not roots:
             return gm, ()
         written = mutated_nodes(gm.graph.nodes)
-        verdicts = ((node, self.look(node, written)) for node in roots)
-        each = ((n, v) for n, vs in verdicts for v in ([vs] if isinstance(vs, _ONE) else vs))
+        each = ((node, verdict) for node in roots for verdict in self._verdicts(node, written))
         return edited(gm, [site for n, v in each if (site := _site(self.name, n, v))])
+
+    def _verdicts(self, node: fx.Node, written: set[fx.Node]) -> Sequence[Verdict]:
+        try:
+            verdicts = self.look(node, written)
+        except Refused as reason:
+            return [str(reason)]
+        return [verdicts] if isinstance(verdicts, _ONE) else verdicts
 
 
 def _site(name: str, root: fx.Node, verdict: Verdict) -> Site | None:
@@ -261,7 +279,7 @@ class Rules:
         operands = [nodes[v.name] if isinstance(v, Ref) else _as_lists(v) for v in match.inputs]
         if not _is_apart(root, ops, operands):
             return None
-        if self.inference and torch.is_grad_enabled() and any(map(wants_gradient, ancestors(root))):
+        if self.inference and is_trained(ancestors(root)):
             return None
         rule: Rule = match.pattern  # type: ignore[assignment]
         values = [v.meta["val"] if isinstance(v, fx.Node) else v for v in (root, *operands)]
@@ -308,9 +326,5 @@ def _written(op: fx.Node) -> list[fx.Node]:
 
 def _is_overwritten(ops: Sequence[fx.Node], operands: Sequence[Any]) -> bool:
     """True if another call writes an operand between the matched ops."""
-    between: list[fx.Node] = []
-    node, last = min(ops), max(ops)
-    while node is not last:
-        between += [] if node in ops else [node]
-        node = node.next
-    return bool(between) and not aliases(list(operands)).isdisjoint(mutated_nodes(between))
+    others = between(min(ops), max(ops), ops)
+    return bool(others) and not aliases(list(operands)).isdisjoint(mutated_nodes(others))

@@ -1,6 +1,6 @@
 """Grouped products of few rows are work for clusters.
 
-    _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ir.experts`)   with g[r] = #{e: offs[e] <= r}
+    _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ops/own/experts.py`),   g[r] = #{e: offs[e] <= r}
 
 Such a product takes as long as the matrices of its rows are read. A library's kernel is made for many rows of
 each expert; a cluster reads each row's matrix once, with what comes before and after the product.
@@ -21,9 +21,10 @@ from fusion_compiler.capture.graphs import (
     arguments,
     emit,
     fake_mode,
+    is_trained,
     mutated_nodes,
+    replaced_by,
     size_of,
-    wants_gradient,
 )
 from fusion_compiler.ir.dag import FEW_ROWS, dim_of, most_of
 from fusion_compiler.ir.decision import Decisions
@@ -85,10 +86,7 @@ def _choose(call: fx.Node, numbers: fx.Node, matrices: int) -> fx.Node:
     named = arguments(call)
     with call.graph.inserting_before(call):
         expert = emit(call, _aten.clamp.default, numbers, 0, matrices - 1)
-        result = emit(call, expert_mm, named["self"], named["mat2"], expert)
-    call.replace_all_uses_with(result)
-    call.graph.erase_node(call)
-    return result
+        return replaced_by(call, emit(call, expert_mm, named["self"], named["mat2"], expert))
 
 
 def _has_few_rows(call: fx.Node) -> bool:
@@ -101,7 +99,7 @@ def _has_few_rows(call: fx.Node) -> bool:
 def _refusal(call: fx.Node, written: set[fx.Node]) -> str:
     named = arguments(call)
     rows, matrices = (named[n].meta["val"] for n in ("self", "mat2"))
-    if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
+    if is_trained(ancestors(call)):
         return "its gradient is wanted"
     if named["offs"] is None or matrices.dim() != 3:
         return "its rows are not those of one matrix each"

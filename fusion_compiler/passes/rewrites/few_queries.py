@@ -1,6 +1,6 @@
 """Attention of few queries, as decoding has it, is work for clusters.
 
-    sdpa(q, k, v, mask)   ->   attend(q, k, v, mask, scale, chunk)   (`ir.few_queries`)
+    sdpa(q, k, v, mask)   ->   attend(q, k, v, mask, scale, chunk)   (`ops/own/few_queries.py`)
 
 Such a call takes as long as keys and values are read. A library gives each head to a few programs, and a call
 with a mask to a kernel that is made for many queries. `capture.few_queries` writes the call out in as many
@@ -14,7 +14,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, emit, hinted, wants_gradient
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, hinted, is_trained, replaced_by
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.own.few_queries import attend
 from fusion_compiler.ops.schema import is_view
@@ -52,7 +52,7 @@ def _refusal(call: fx.Node) -> str:
     named = arguments(call)
     tensors = [named[n].meta["val"] for n in ("query", "key", "value")]
     query, key, value = tensors
-    if torch.is_grad_enabled() and any(map(wants_gradient, ancestors(call))):
+    if is_trained(ancestors(call)):
         return "its gradient is wanted"
     sizes = [*query.shape[1:], *(n for t in (key, value) for n in (t.shape[1], t.shape[-1]))]
     if not all(isinstance(n, int) and n > 0 for n in sizes):
@@ -152,9 +152,7 @@ def capped_attention(call: fx.Node, capped: float) -> fx.Node:
         raise Refused("tanh of the scores of many queries")
     if reason := _refusal(call):
         raise Refused(f"tanh of the scores, and {reason}")
-    result = _attend(call, capped)
-    call.graph.erase_node(call)
-    return result
+    return replaced_by(call, _attend(call, capped))
 
 
 DECODE_ATTENTION = Pass(

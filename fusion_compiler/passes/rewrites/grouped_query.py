@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.axes import shape_of
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
-from fusion_compiler.passes.rewrites.mask_algebra import expression
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
@@ -95,7 +94,7 @@ def repeated(heads: fx.Node) -> fx.Node | None:
         return None
     source = unsqueezed.args[0]
     assert isinstance(source, fx.Node)
-    narrow, wide, flat = _shape(unsqueezed), _shape(expanded), _shape(heads)
+    narrow, wide, flat = shape_of(unsqueezed), shape_of(expanded), shape_of(heads)
     if len(narrow) != 5 or narrow[2] != 1 or arguments(unsqueezed)["dim"] % 5 != 2:
         return None
     same_but_repeated = wide == (*narrow[:2], wide[2], *narrow[3:])
@@ -105,13 +104,9 @@ def repeated(heads: fx.Node) -> fx.Node | None:
 
 def _unsliced(node: Any) -> fx.Node:
     """Return `node` before slices that take everything, as x[:, :, None] leaves them for symbolic sizes."""
-    while node.target is _aten.slice.Tensor and _shape(node) == _shape(node.args[0]):
+    while node.target is _aten.slice.Tensor and shape_of(node) == shape_of(node.args[0]):
         node = node.args[0]
     return node
-
-
-def _shape(node: fx.Node) -> tuple[sympy.Expr, ...]:
-    return tuple(expression(s) for s in node.meta["val"].shape)
 
 
 GROUPED_QUERIES = Pass(

@@ -24,12 +24,13 @@ from torch._ops import OpOverload
 from fusion_compiler.capture.graphs import (
     aliases,
     arguments,
-    copied,
     emit,
+    is_trained,
     mutated_nodes,
     refuse_strides,
+    replaced_by,
+    stored_in_order,
     trace_again,
-    wants_gradient,
 )
 from fusion_compiler.ir.convolution_times import (
     COPY,
@@ -40,10 +41,11 @@ from fusion_compiler.ir.convolution_times import (
     padding_refusal,
     shortest,
 )
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.own.channel_order import dimensions_in_memory, to_memory_format
 from fusion_compiler.ops.own.group_norm import group_norm
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited, steps
 from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS
 from fusion_compiler.passes.rewrites.padded_groups import convolve_padded
 
@@ -63,56 +65,61 @@ def use_channels_last(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Put channels last in the convolutions of `gm` (ATen above autograd) if the whole graph gets faster."""
     convolutions = [node for node in gm.graph.nodes if _is_in_16_bits(node)]
     chosen = [node for node in convolutions if _can_turn(node)]
-    trains = torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.nodes))
+    trains = is_trained(gm.graph.nodes)
     passes = PASSES if trains else PASSES[:1]
     shapes = {node: shape for node in chosen if (shape := _shape(node)) is not None}
-    padded, notes = _padded(shapes, passes)
+    refusals = {n: padding_refusal(shape, passes) for n, shape in shapes.items() if shape.padded is not None}
+    padded = {node: shapes[node] for node, refusal in refusals.items() if not refusal}
+    kept = [Site(PADDED_GROUPS, node.name, refusal) for node, refusal in refusals.items() if refusal]
     saved = sum(_saved_us(node, shape, node in padded, passes) for node, shape in shapes.items())
     if not _pays(gm.graph, chosen, saved, trains):
-        return gm, tuple(note for note in notes if not note.is_done)
-    new, nodes = copied(gm)
-    orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
-    orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
+        return edited(gm, kept)
+    turned: list[fx.Node] = []
+
+    def turn(nodes: Nodes) -> str:
+        orders = {nodes[n]: torch.contiguous_format for n in convolutions if n.meta["val"].dim() > 3}
+        orders |= {nodes[n]: _FORMATS[max(n.meta["val"].dim(), 4)] for n in chosen}
+        _turn_all(orders, [nodes[n] for n in chosen], {nodes[n]: shape for n, shape in padded.items()})
+        turned.extend(chosen)
+        return "its channels are innermost"
+
+    def note(shape: Convolution) -> str:
+        if not turned:
+            raise Refused("")  # for the reason that the note on all convolutions has
+        assert shape.padded is not None
+        return f"groups of {_text(shape.widths)} channels padded to {_text(shape.padded.widths)}"
+
+    pads = [Site(PADDED_GROUPS, n.name, lambda _, shape=shape: note(shape)) for n, shape in padded.items()]
+    return edited(gm, [Site(RULE, tuple(node.name for node in chosen), turn), *pads, *kept])
+
+
+def _text(widths: tuple[int, int]) -> str:
+    return " and ".join(map(str, dict.fromkeys(widths)))
+
+
+def _turn_all(
+    orders: dict[fx.Node, torch.memory_format],
+    chosen: Sequence[fx.Node],
+    padded: Mapping[fx.Node, Convolution],
+) -> None:
+    """Put channels last in the chosen convolutions of a graph, and trace what is computed from them again.
+
+    orders: the order in which each convolution is to read its operands. Raises Refused.
+    """
+    graph = chosen[0].graph
     try:
-        images = _convert_inputs(new.graph, orders)
-        behind = _behind(new.graph, {*images, *(nodes[n] for n in chosen)})
+        images = _convert_inputs(graph, orders)
+        behind = _behind(graph, {*images, *chosen})
         _copy_views(behind)
-        wider = {nodes[node]: shape for node, shape in padded.items()}
-        values = _lay_out([node for node in behind if node not in images], orders, wider)
-        _restore_results(new.graph, values)
-    except (Refused, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        return gm, tuple(Decision(RULE, node.name, Outcome.REFUSED, reason) for node in chosen)
-    new.recompile()
-    turned = (Decision(RULE, node.name, Outcome.DONE, "its channels are innermost") for node in chosen)
-    return new, (*turned, *notes)
+        _restore_results(graph, _lay_out([n for n in behind if n not in images], orders, padded))
+    except (RuntimeError, ValueError) as error:
+        raise Refused(str(error).splitlines()[0]) from error
 
 
 def _shape(node: fx.Node) -> Convolution | None:
     named = arguments(node)
     x, weight = (named[name].meta["val"].shape for name in ("input", "weight"))
     return convolution_of(x, weight, named["stride"], named["dilation"], named["groups"])
-
-
-def _padded(
-    shapes: Mapping[fx.Node, Convolution], passes: Sequence[str]
-) -> tuple[dict[fx.Node, Convolution], Decisions]:
-    """Return the convolutions that are faster with padded groups, and a note for each that can have them."""
-    padded: dict[fx.Node, Convolution] = {}
-    notes: list[Decision] = []
-    for node, shape in shapes.items():
-        if shape.padded is None:
-            continue
-        refusal = padding_refusal(shape, passes)
-        if not refusal:
-            padded[node] = shape
-        reason = refusal or f"groups of {_text(shape.widths)} channels padded to {_text(shape.padded.widths)}"
-        notes.append(Decision(PADDED_GROUPS, node.name, Outcome.of(not refusal), reason))
-    return padded, tuple(notes)
-
-
-def _text(widths: tuple[int, int]) -> str:
-    return " and ".join(map(str, dict.fromkeys(widths)))
 
 
 def _is_in_16_bits(node: fx.Node) -> bool:
@@ -238,9 +245,7 @@ def _turn(node: fx.Node, order: torch.memory_format, padded: Convolution | None)
             result = emit(node, _TARGETS[node.target], x, weight, bias, *geometry, named["groups"])
         if one_row:
             result = emit(node, _aten.squeeze.dim, result, 2)
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
-    return result
+    return replaced_by(node, result)
 
 
 def _in_order(node: fx.Node, operand: fx.Node, order: torch.memory_format) -> fx.Node:
@@ -254,10 +259,7 @@ def _keep_order(node: fx.Node) -> fx.Node:
     named = arguments(node)
     with node.graph.inserting_before(node):
         norm = emit(node, group_norm, *(named[n] for n in ("input", "weight", "bias", "num_groups", "eps")))
-        result = emit(node, operator.getitem, norm, 0)
-    node.replace_all_uses_with(result)
-    node.graph.erase_node(node)
-    return result
+        return replaced_by(node, emit(node, operator.getitem, norm, 0))
 
 
 def _average(node: fx.Node) -> fx.Node:
@@ -279,9 +281,7 @@ def _average(node: fx.Node) -> fx.Node:
         mean = emit(node, _aten.mean.dim, turned, dims, keepdim, dtype=named["dtype"])
         if keepdim:
             mean = emit(node, _aten.permute.default, mean, [order.index(d) for d in range(len(order))])
-    node.replace_all_uses_with(mean)
-    node.graph.erase_node(node)
-    return mean
+        return replaced_by(node, mean)
 
 
 def _copy_views(behind: Sequence[fx.Node]) -> None:
@@ -302,18 +302,11 @@ def _restore_results(graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
         value = values[node]
         if not isinstance(value, torch.Tensor) or value.dim() < 3:
             continue
-        order = dimensions_in_memory(value)
         with graph.inserting_before(output):
-            turned = emit(node, _aten.permute.default, node, order)
-            ordered = emit(node, _aten.contiguous.default, turned)
-            back = emit(node, _aten.permute.default, ordered, [order.index(d) for d in range(value.dim())])
-        if _steps(back.meta["val"]) != _steps(value):
+            back = stored_in_order(node, node, value)
+        if steps(back.meta["val"]) != steps(value):
             raise Refused(f"{node.name} is a part of a larger tensor")
         output.replace_input_with(node, back)
-
-
-def _steps(value: torch.Tensor) -> list[Any]:
-    return [step for step, size in zip(value.stride(), value.shape, strict=True) if size != 1]
 
 
 CHANNELS_LAST = Pass(

@@ -2,8 +2,8 @@
 
 Each node becomes a function from an index to an integer expression or a predicate; the function
 of the mask, at symbolic coordinates, is then simplified. Nothing is evaluated, so neither the
-number of elements nor whether sizes are known matters. Operators that the functions below don't
-cover raise UnprovedError.
+number of elements nor whether sizes are known matters. Operators that neither are views
+(`ops/views.py`) nor have a rule below raise UnprovedError.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from fusion_compiler.capture.graphs import arguments
+from fusion_compiler.ir.layout import view_of_node
+from fusion_compiler.ops.views import Diagonal, Expanded, Part, Permuted, Selected, View
 from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, every, negation, some
 
 Expr = sympy.Expr
@@ -83,27 +86,22 @@ class _Reader:
     def _read(self, node: fx.Node) -> Value:
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
             raise UnprovedError(f"it depends on data ({node.name})")
-        packet = node.target._schema.name.removeprefix("aten::")
-        rule = _RULES.get(packet)
-        if rule is None:
+        rule, view = _RULES.get(node.target._schema.name.removeprefix("aten::")), view_of_node(node)
+        if rule is None and view is None:
             raise UnprovedError(f"{node.target} is outside of the algebra of masks")
-        arguments = {a.name: a.default_value for a in node.target._schema.arguments}
-        arguments |= dict(zip(arguments, node.args, strict=False)) | dict(node.kwargs)
-        read = {name: self._argument(value) for name, value in arguments.items()}
         result = node.meta["val"]
         shape = tuple(expression(s) for s in result.shape)
-        at = rule(self, shape, read)
-        return Value(shape, lambda index: self._cast(at(index), result.dtype))
+        if rule is None:
+            source = self.value(node.all_input_nodes[0])
+            return Value(shape, lambda index: _viewed(view, source, shape, index))
+        call = _Call(self, shape, {name: self._argument(value) for name, value in arguments(node).items()})
+        return Value(shape, lambda index: self._cast(rule(call, index), result.dtype))
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             value = argument.meta.get("val")
-            if isinstance(value, torch.Tensor):
-                return self.value(argument)
-            return expression(value)
-        if isinstance(argument, list | tuple):
-            return [self._argument(a) for a in argument]
-        return argument
+            return self.value(argument) if isinstance(value, torch.Tensor) else expression(value)
+        return [*map(self._argument, argument)] if isinstance(argument, list | tuple) else argument
 
     def _cast(self, element: Scalar, dtype: torch.dtype) -> Scalar:
         if dtype is torch.bool:
@@ -130,17 +128,41 @@ class _Reader:
         return symbol
 
 
-Rule = Callable[[_Reader, tuple[Expr, ...], dict[str, Any]], Callable[[Index], Scalar]]
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator with a result of `shape`. arguments: Values, expressions and literals by name."""
+
+    reader: _Reader
+    shape: tuple[Expr, ...]
+    arguments: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def at(self, name: str, index: Index) -> Scalar:
+        """Return an operand's element at an index of the broadcast result."""
+        return _element(self.arguments[name], index)
+
+    def along(self, dim: int, index: Index, place: Expr, name: str = "self") -> Scalar:
+        """Return an operand's element at an index with another place along a dimension."""
+        return self.at(name, (*index[:dim], place, *index[dim + 1 :]))
+
+    @property
+    def dim(self) -> int:
+        return self["dim"] % len(self.shape)
+
+
+Rule = Callable[[_Call, Index], Scalar]
 
 
 def _element(operand: Any, index: Index) -> Scalar:
-    """Return an operand's element at an index of the broadcast result."""
     if not isinstance(operand, Value):
         return _constant(operand)
-    operand_index = index[len(index) - len(operand.shape) :]
-    return operand.at(
-        tuple(sympy.Integer(0) if s == 1 else i for i, s in zip(operand_index, operand.shape, strict=True))
-    )
+    own_index = index[len(index) - len(operand.shape) :]
+    return operand.at(tuple(_ZERO if s == 1 else i for i, s in zip(own_index, operand.shape, strict=True)))
+
+
+_ZERO = sympy.Integer(0)
 
 
 def _constant(number: Any) -> Scalar:
@@ -165,21 +187,47 @@ def _truth(scalar: Scalar) -> Formula:
     return scalar == 1
 
 
+def _viewed(view: View | None, source: Value, shape: tuple[Expr, ...], index: Index) -> Scalar:
+    """Return the element of a view of `shape` at an index."""
+    rank = len(source.shape)
+    match view:
+        case Permuted(order):
+            return source.at(tuple(index[order.index(d)] for d in range(rank)))
+        case Part(dim, start, step):
+            start, step = _size(start), _size(step)
+            if start.is_nonnegative is not True:
+                raise UnprovedError("a slice starts at an index that may be negative")
+            return source.at((*index[:dim], start + step * index[dim], *index[dim + 1 :]))
+        case Selected(dim, place):
+            place = _size(place)
+            if place.is_nonnegative is not True:
+                raise UnprovedError("an index may be negative")
+            return source.at((*index[:dim], place, *index[dim:]))
+        case Diagonal(first, second, offset):
+            others = iter(index[:-1])
+            along = {first: index[-1] - min(offset, 0), second: index[-1] + max(offset, 0)}
+            return source.at(tuple(along[d] if d in along else next(others) for d in range(rank)))
+        case Expanded():
+            return _element(source, index)
+        case _:  # which may only add or drop dimensions of size 1
+            kept = [d for d, s in enumerate(shape) if s != 1]
+            if [shape[d] for d in kept] != [s for s in source.shape if s != 1]:
+                raise UnprovedError("a view merges or splits dimensions")
+            rest = iter(kept)
+            return source.at(tuple(_ZERO if s == 1 else index[next(rest)] for s in source.shape))
+
+
+def _size(size: Any) -> Expr:
+    return expression(size.meta["val"] if isinstance(size, fx.Node) else size)
+
+
 def _pointwise(function: Callable[[_Reader, Scalar, Scalar], Scalar]) -> Rule:
-    def rule(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-        del shape
-        scale = _integer(_constant(a.get("alpha", 1)))
-        other = a.get("other")
+    def at(call: _Call, index: Index) -> Scalar:
+        scale, other = _integer(_constant(call.arguments.get("alpha", 1))), call.at("other", index)
+        other = other if scale == 1 else scale * _integer(other)
+        return function(call.reader, call.at("self", index), other)
 
-        def at(index: Index) -> Scalar:
-            right = _element(other, index)
-            return function(
-                reader, _element(a["self"], index), right if scale == 1 else scale * _integer(right)
-            )
-
-        return at
-
-    return rule
+    return at
 
 
 def _ordered(sign: int, strict: int) -> Rule:
@@ -187,168 +235,88 @@ def _ordered(sign: int, strict: int) -> Rule:
     return _pointwise(lambda reader, x, y: reader.bounds.le0(sign * (_integer(x) - _integer(y)) + strict))
 
 
-def _identity(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del reader, shape
-    return lambda index: _element(a["self"], index)
+def _arange(call: _Call, index: Index) -> Scalar:
+    start, step = (_constant(call.arguments.get(name, n)) for name, n in (("start", 0), ("step", 1)))
+    return start + step * index[0]
 
 
-def _fill(value: Callable[[dict[str, Any]], Any]) -> Rule:
-    return lambda reader, shape, a: lambda index: _constant(value(a))
-
-
-def _arange(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del reader, shape
-    start, step = _constant(a.get("start", 0)), _constant(a.get("step", 1))
-    return lambda index: start + step * index[0]
-
-
-def _where(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del shape
-
-    def at(index: Index) -> Scalar:
-        condition = reader.nonzero(_element(a["condition"], index))
-        if isinstance(condition, bool):
-            return _element(a["self"] if condition else a["other"], index)
-        yes, no = (_truth(_element(a[name], index)) for name in ("self", "other"))
-        return some(every(condition, yes), every(negation(condition), no))
-
-    return at
+def _where(call: _Call, index: Index) -> Scalar:
+    condition = call.reader.nonzero(call.at("condition", index))
+    if isinstance(condition, bool):
+        return call.at("self" if condition else "other", index)
+    yes, no = (_truth(call.at(name, index)) for name in ("self", "other"))
+    return some(every(condition, yes), every(negation(condition), no))
 
 
 def _triangle(sign: int) -> Rule:
     """Return the rule of tril, which keeps column - row <= diagonal, for sign +1, or of triu for -1."""
 
-    def rule(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-        del shape
-
-        def at(index: Index) -> Scalar:
-            kept = reader.bounds.le0(sign * (index[-1] - index[-2] - _constant(a["diagonal"])))
-            return every(kept, _truth(_element(a["self"], index)))
-
-        return at
-
-    return rule
-
-
-def _reshape(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    """Read a view that only adds or drops dimensions of size 1."""
-    del reader
-    source: Value = a["self"]
-    kept = [d for d, s in enumerate(shape) if s != 1]
-    if [shape[d] for d in kept] != [s for s in source.shape if s != 1]:
-        raise UnprovedError("a view merges or splits dimensions")
-
-    def at(index: Index) -> Scalar:
-        rest = iter(kept)
-        return source.at(tuple(sympy.Integer(0) if s == 1 else index[next(rest)] for s in source.shape))
+    def at(call: _Call, index: Index) -> Scalar:
+        kept = call.reader.bounds.le0(sign * (index[-1] - index[-2] - _constant(call["diagonal"])))
+        return every(kept, _truth(call.at("self", index)))
 
     return at
 
 
-def _reorder(order: Callable[[int, dict[str, Any]], list[int]]) -> Rule:
-    def rule(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-        del reader
-        dims = order(len(shape), a)
-        return lambda index: a["self"].at(tuple(index[dims.index(d)] for d in range(len(shape))))
-
-    return rule
-
-
-def _swapped(rank: int, a: dict[str, Any]) -> list[int]:
-    dims = list(range(rank))
-    x, y = (a[k] % rank for k in ("dim0", "dim1"))
-    dims[x], dims[y] = dims[y], dims[x]
-    return dims
-
-
-def _slice(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del reader
-    dim = a["dim"] % len(shape)
-    start = _integer(_constant(a["start"] or 0))
-    if start.is_nonnegative is not True:
-        raise UnprovedError("a slice starts at an index that may be negative")
-    step = _constant(a["step"])
-    return lambda index: a["self"].at((*index[:dim], start + step * index[dim], *index[dim + 1 :]))
-
-
-def _repeat(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del reader
-    source: Value = a["self"]
-    times: list[Any] = a["repeats"][len(shape) - len(source.shape) :]
-    if any(t != 1 and s != 1 for t, s in zip(times, source.shape, strict=True)):
+def _repeat(call: _Call, index: Index) -> Scalar:
+    shape: tuple[Expr, ...] = call["self"].shape
+    times: list[Any] = call["repeats"][len(index) - len(shape) :]
+    if any(t != 1 and s != 1 for t, s in zip(times, shape, strict=True)):
         raise UnprovedError("it repeats a dimension")
-    return lambda index: _element(source, index)
+    return call.at("self", index)
 
 
-def _index(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
+def _index(call: _Call, index: Index) -> Scalar:
     """Read x[i, j, ...] with one index tensor per dimension."""
-    source: Value = a["self"]
-    indices: list[Any] = a["indices"]
-    if len(indices) != len(source.shape) or any(i is None for i in indices):
+    indices: list[Any] = call["indices"]
+    if len(indices) != len(call["self"].shape) or any(i is None for i in indices):
         raise UnprovedError("an indexing leaves out dimensions")
-
-    def at(index: Index) -> Scalar:
-        chosen = tuple(_integer(_element(i, index)) for i in indices)
-        if not all(reader.bounds.le0(-c) is True for c in chosen):
-            raise UnprovedError("an index may be negative")
-        return source.at(chosen)
-
-    return at
+    chosen = tuple(_integer(_element(i, index)) for i in indices)
+    if not all(call.reader.bounds.le0(-c) is True for c in chosen):
+        raise UnprovedError("an index may be negative")
+    return call["self"].at(chosen)
 
 
-def _difference(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
+def _difference(call: _Call, index: Index) -> Scalar:
     """Read x[k] - x[k - 1], where x may have a `prepend` of length one before it."""
-    del reader
-    source, before = a["self"], a["prepend"]
-    dim = a["dim"] % len(shape)
-    if a["n"] != 1 or a["append"] is not None or (before is not None and before.shape[dim] != 1):
+    before, dim = call["prepend"], call.dim
+    if call["n"] != 1 or call["append"] is not None or (before is not None and before.shape[dim] != 1):
         raise UnprovedError("a difference other than of neighbours")
 
-    def at(index: Index) -> Scalar:
-        def element(x: Value, k: Expr) -> Expr:
-            return _integer(x.at((*index[:dim], k, *index[dim + 1 :])))
+    def element(place: Expr, name: str = "self") -> Expr:
+        return _integer(call.along(dim, index, place, name))
 
-        if before is None:
-            return element(source, index[dim] + 1) - element(source, index[dim])
-        zero = sympy.Integer(0)
-        first = sympy.expand(element(source, zero) - element(before, zero))
-        others = sympy.expand(element(source, index[dim]) - element(source, index[dim] - 1))
-        if first != others:
-            raise UnprovedError("a difference whose first element is another")
-        return others
-
-    return at
+    if before is None:
+        return element(index[dim] + 1) - element(index[dim])
+    others = sympy.expand(element(index[dim]) - element(index[dim] - 1))
+    if sympy.expand(element(_ZERO) - element(_ZERO, "prepend")) != others:
+        raise UnprovedError("a difference whose first element is another")
+    return others
 
 
-def _flipped(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    del reader
-    dims = [d % len(shape) for d in a["dims"]]
-    last = [size - 1 for size in shape]
-    return lambda index: a["self"].at(tuple(last[d] - i if d in dims else i for d, i in enumerate(index)))
+def _flipped(call: _Call, index: Index) -> Scalar:
+    dims = [d % len(index) for d in call["dims"]]
+    return call.at("self", tuple(call.shape[d] - 1 - i if d in dims else i for d, i in enumerate(index)))
 
 
-def _running_sum(reader: _Reader, shape: tuple[Expr, ...], a: dict[str, Any]) -> Callable[[Index], Scalar]:
-    dim = a["dim"] % len(shape)
-
-    def at(index: Index) -> Scalar:
-        earlier = reader.fresh(shape[dim])
-        if reader.nonzero(a["self"].at((*index[:dim], earlier, *index[dim + 1 :]))) is not False:
-            raise UnprovedError("a running sum of other than zeros")
-        return sympy.Integer(0)
-
-    return at
+def _running_sum(call: _Call, index: Index) -> Scalar:
+    reader = call.reader
+    if reader.nonzero(call.along(call.dim, index, reader.fresh(call.shape[call.dim]))) is not False:
+        raise UnprovedError("a running sum of other than zeros")
+    return _ZERO
 
 
 def _rules() -> dict[str, Rule]:
-    both = _pointwise(lambda r, x, y: every(_truth(x), _truth(y)))
-    either = _pointwise(lambda r, x, y: some(_truth(x), _truth(y)))
-    inverse: Rule = lambda r, shape, a: lambda i: negation(_truth(_element(a["self"], i)))  # noqa: E731
-    one, zero, filled = _fill(lambda a: 1), _fill(lambda a: 0), _fill(lambda a: a["fill_value"])
+    def filled(name: str) -> Rule:
+        return lambda call, index: _constant(call[name])
+
     rules: dict[str, Rule] = {
         "arange": _arange,
         "add": _pointwise(lambda r, x, y: _integer(x) + _integer(y)),
         "sub": _pointwise(lambda r, x, y: _integer(x) - _integer(y)),
+        "rsub": _pointwise(lambda r, x, y: _integer(y) - _integer(x)),
         "mul": _pointwise(lambda r, x, y: _integer(x) * _integer(y)),
+        "neg": lambda call, index: -_integer(call.at("self", index)),
         "le": _ordered(1, 0),
         "lt": _ordered(1, 1),
         "ge": _ordered(-1, 0),
@@ -358,27 +326,24 @@ def _rules() -> dict[str, Rule]:
         "where": _where,
         "tril": _triangle(1),
         "triu": _triangle(-1),
-        "permute": _reorder(lambda rank, a: [d % rank for d in a["dims"]]),
-        "transpose": _reorder(_swapped),
-        "slice": _slice,
         "index": _index,
         "diff": _difference,
         "flip": _flipped,
-        "neg": lambda r, shape, a: lambda i: -_integer(_element(a["self"], i)),
-        "rsub": _pointwise(lambda r, x, y: _integer(y) - _integer(x)),
         "cumsum": _running_sum,
         "repeat": _repeat,
-        "scalar_tensor": _fill(lambda a: a["s"]),
+        "scalar_tensor": filled("s"),
     }
-    # These take predicates only (_truth), for which bitwise and logical operators agree.
-    rules |= dict.fromkeys(("__and__", "bitwise_and", "logical_and"), both)
-    rules |= dict.fromkeys(("__or__", "bitwise_or", "logical_or"), either)
-    rules |= dict.fromkeys(("bitwise_not", "logical_not"), inverse)
-    rules |= dict.fromkeys(("full", "full_like", "new_full"), filled)
-    rules |= dict.fromkeys(("ones", "ones_like", "new_ones"), one)
-    rules |= dict.fromkeys(("zeros", "zeros_like", "new_zeros"), zero)
-    rules |= dict.fromkeys(("to", "_to_copy", "contiguous", "clone", "alias", "detach", "expand"), _identity)
-    return rules | dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "_unsafe_view"), _reshape)
+    of_names: dict[tuple[str, ...], Rule] = {
+        # These take predicates only (_truth), for which bitwise and logical operators agree.
+        ("__and__", "bitwise_and", "logical_and"): _pointwise(lambda r, x, y: every(_truth(x), _truth(y))),
+        ("__or__", "bitwise_or", "logical_or"): _pointwise(lambda r, x, y: some(_truth(x), _truth(y))),
+        ("bitwise_not", "logical_not"): lambda call, index: negation(_truth(call.at("self", index))),
+        ("full", "full_like", "new_full"): filled("fill_value"),
+        ("ones", "ones_like", "new_ones"): lambda call, index: sympy.Integer(1),
+        ("zeros", "zeros_like", "new_zeros"): lambda call, index: _ZERO,
+        ("to", "_to_copy", "contiguous", "clone"): lambda call, index: call.at("self", index),
+    }
+    return rules | {name: rule for names, rule in of_names.items() for name in names}
 
 
 _RULES = _rules()

@@ -23,6 +23,7 @@ from fusion_compiler.capture.graphs import (
     erase_unused,
     fake_mode,
     mutated_nodes,
+    replaced_by,
     size_of,
 )
 from fusion_compiler.ir.decision import Decisions
@@ -134,9 +135,8 @@ def _name(order: _Order, nodes: Nodes) -> str:
 
 def _replace(lookup: fx.Node, order: fx.Node, inverse: fx.Node, share: int) -> None:
     with lookup.graph.inserting_before(lookup):
-        named = emit(lookup, permuted_rows, arguments(lookup)["self"], order, inverse, share)
-    lookup.replace_all_uses_with(named)
-    lookup.graph.erase_node(lookup)
+        rows = arguments(lookup)["self"]
+        replaced_by(lookup, emit(lookup, permuted_rows, rows, order, inverse, share))
 
 
 PERMUTED_ROWS = Pass(

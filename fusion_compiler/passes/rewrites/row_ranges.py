@@ -18,11 +18,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_bool
 
-from fusion_compiler.capture.graphs import arguments, hinted, wants_gradient
+from fusion_compiler.capture.graphs import arguments, hinted, is_trained
 from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.dims import Hints, hint
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.passes.rewrites.engine import Site, decided
 
 _aten = torch.ops.aten
 RULE = "row ranges"
@@ -49,20 +50,15 @@ class Rows:
 
 def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Add guards on the numbers of rows of `gm` (ATen above autograd), and return the same graph."""
-    if torch.is_grad_enabled() and any(map(wants_gradient, gm.graph.find_nodes(op="placeholder"))):
+    if is_trained(gm.graph.find_nodes(op="placeholder")):
         return gm, ()
     sizes = size_hints([node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")])
     by_count: dict[object, Rows] = {}
     for call, count, matrix in _products(gm.graph):
         rows = by_count.setdefault(count.node.expr, Rows(count, call))
         rows.matrices += matrix.numel() * matrix.element_size()
-    notes: list[Decision] = []
-    for rows in by_count.values():
-        try:
-            notes.append(Decision(RULE, rows.call.name, Outcome.DONE, _guarded(rows, sizes)))
-        except Refused as reason:
-            notes.append(Decision(RULE, rows.call.name, Outcome.REFUSED, str(reason)))
-    return gm, tuple(notes)
+    sites = (Site(RULE, r.call.name, lambda _, r=r: _guarded(r, sizes)) for r in by_count.values())
+    return gm, decided(sites, {})
 
 
 def _products(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.SymInt, torch.Tensor]]:

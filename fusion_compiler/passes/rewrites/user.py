@@ -17,7 +17,15 @@ from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.graphs import ancestors, emit, erase_unused, mutated_nodes
+from fusion_compiler.capture.graphs import (
+    ORIGIN,
+    ancestors,
+    between,
+    emit,
+    erase_unused,
+    mutated_nodes,
+    refuse_effects,
+)
 from fusion_compiler.errors import PatternConflictError
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.decision import Decisions
@@ -128,18 +136,14 @@ def _place(
     for op in ops.difference(outputs):
         if leaks := _readers(op) - ops:
             raise Refused(f"{op.name} is read by {min(leaks).name} too: make it an output of the pattern")
-    order = {node: i for i, node in enumerate(graph.nodes)}
     replaced = [o for o in outputs if o not in kept]
     outside = [user for o in replaced for user in o.users if user not in ops and not _feeds(user, ops)]
     if not outside:
         raise Refused("nothing reads it")
-    place = min(outside, key=order.__getitem__)
-    if any(order[i] >= order[place] for i in inputs):
+    place = min(outside)
+    if any(i >= place for i in inputs):
         raise Refused(f"{place.name} reads one of its results before its inputs are there")
-    first = min(order[op] for op in ops)
-    for node in list(graph.nodes)[first : order[place]]:
-        if node.op == "call_function" and not isinstance(node.target, OpOverload) and node.is_impure():
-            raise Refused(f"{node.name} comes between its ops")
+    refuse_effects(between(min(ops), place, ()), "its ops")
     return place
 
 
@@ -208,11 +212,7 @@ def _insert_code(
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    return {
-        k: v
-        for k, v in node.meta.items()
-        if k in ("nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
-    }
+    return {k: v for k, v in node.meta.items() if k in ORIGIN}
 
 
 def _as(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

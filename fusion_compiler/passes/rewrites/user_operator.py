@@ -35,29 +35,33 @@ def operator_of(kernel: UserKernel, check: Check | None = None) -> OpOverload:
     types = [_type_of(value) for value in kernel.example]
     # The cache keeps both alive, so no others have their ids.
     name = f"{USER_NAMESPACE}::{kernel.name}_{id(kernel):x}{f'{id(check):x}' if check else ''}"
-    operator: Any = torch.library.custom_op(
-        name, _checked(kernel, check), mutates_args=(), schema=_schema(types, ["Tensor"] * results)
-    )
-
-    def fake(*arguments: Any) -> Any:
-        fakes = [
-            torch.empty_like(r, memory_format=torch.contiguous_format)
-            for r in _listed(kernel.code(*arguments))
-        ]
-        return fakes[0] if results == 1 else tuple(fakes)
-
-    operator.register_fake(fake)
+    run = _checked(kernel, check)
+    operator = _define(name, run, types, results, lambda arguments: _listed(kernel.code(*arguments)))
     _register_gradient(operator, kernel, _backward_operator(kernel, types, results, name, check))
     return getattr(getattr(torch.ops, USER_NAMESPACE), name.partition("::")[2]).default
 
 
+def _define(name: str, run: Any, types: Sequence[str], results: int, like: Reference) -> Any:
+    """Return a new operator. like: returns tensors of the shapes and dtypes that its results have."""
+    taken = ", ".join(f"{t} x{i}" for i, t in enumerate(types))
+    schema = f"({taken}) -> " + ("Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})")
+    operator: Any = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
+
+    def fake(*arguments: Any) -> Any:
+        return _one_or_all(
+            [torch.empty_like(t, memory_format=torch.contiguous_format) for t in like(arguments)]
+        )
+
+    operator.register_fake(fake)
+    return operator
+
+
+def _one_or_all(results: list[Tensor]) -> Any:
+    return results[0] if len(results) == 1 else tuple(results)
+
+
 def _type_of(value: object) -> str:
     return "Tensor" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _schema(types: Sequence[str], results: Sequence[str]) -> str:
-    taken = ", ".join(f"{t} x{i}" for i, t in enumerate(types))
-    return f"({taken}) -> " + (results[0] if len(results) == 1 else f"({', '.join(results)})")
 
 
 def _listed(values: Any) -> list[Tensor]:
@@ -94,10 +98,7 @@ def _checked(kernel: UserKernel, check: Check | None) -> Any:
                 got = list(getattr(result, "shape", ())) or type(result).__name__
                 raise _wrong(kernel.name, f"result {i} is {got}, not {list(shape)}")
             fitting.append(result.to(dtype).contiguous())
-        fitting = _apart(fitting, arguments)
-        if first is not None:
-            fitting = first.settled(arguments, fitting, [f"output {i}" for i in range(len(fitting))])
-        return fitting[0] if len(fitting) == 1 else tuple(fitting)
+        return _settled(first, arguments, fitting, [f"output {i}" for i in range(len(fitting))])
 
     return run
 
@@ -132,6 +133,12 @@ class _First:
                 return [r.detach() for r in self.reference(wide)]
         except Exception:  # the code takes no float64: it has an operator of float32 alone, for example
             return None
+
+
+def _settled(first: _First | None, arguments: Sequence[Any], got: list[Tensor], names: Sequence[str]) -> Any:
+    """Return an operator's results in memory of their own: the code's if a check finds `got` wrong."""
+    got = _apart(got, arguments)
+    return _one_or_all(got if first is None else first.settled(arguments, got, names))
 
 
 @contextlib.contextmanager
@@ -177,10 +184,10 @@ def _backward_operator(
     user_backward = kernel.backward
     if user_backward is None:
         return None
-    places = _floats(kernel)
+    places, count = _floats(kernel), len(types)
 
     def reference(values: Sequence[Any]) -> list[Tensor]:
-        arguments, tangents = list(values[: len(types)]), values[len(types) + results :]
+        arguments, tangents = list(values[:count]), values[count + results :]
         grads = [g for _, g in _of_code(kernel, arguments, tangents)]
         return [torch.zeros_like(values[i]) if g is None else g for i, g in zip(places, grads, strict=True)]
 
@@ -203,19 +210,10 @@ def _backward_operator(
                 )
                 raise _wrong(kernel.name, detail)
             shaped.append(given_as.to(values[i].dtype).contiguous())
-        fitting = _apart(shaped, values)
-        if first is not None:
-            fitting = first.settled(values, fitting, [f"gradient of argument {i}" for i in places])
-        return fitting[0] if len(fitting) == 1 else tuple(fitting)
+        return _settled(first, values, shaped, [f"gradient of argument {i}" for i in places])
 
-    def fake(*values: Any) -> Any:
-        fakes = [torch.empty_like(values[i], memory_format=torch.contiguous_format) for i in places]
-        return fakes[0] if len(fakes) == 1 else tuple(fakes)
-
-    schema = _schema([*types, *["Tensor"] * (2 * results)], ["Tensor"] * len(places))
-    backward: Any = torch.library.custom_op(f"{name}_backward", run, mutates_args=(), schema=schema)
-    backward.register_fake(fake)
-    return backward
+    types = [*types, *["Tensor"] * (2 * results)]
+    return _define(f"{name}_backward", run, types, len(places), lambda values: [values[i] for i in places])
 
 
 def _register_gradient(operator: Any, kernel: UserKernel, backward: Any) -> None:

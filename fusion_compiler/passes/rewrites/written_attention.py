@@ -16,6 +16,7 @@ kernel are refused, with the reason. Inside the call, scores and probabilities a
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +25,15 @@ import sympy
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, copied, emit, erase_unused, mutated_nodes
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.capture.graphs import emit, mutated_nodes, stored_in_order
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.views import Permuted, Reshaped
-from fusion_compiler.passes.rewrites.attention_form import Attention, Operand, attention_of, softmax_of
+from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES, Attention, Operand, attention_at
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
 from fusion_compiler.passes.rewrites.axes import COPIES, Dim, rearrangement, shape_of
 from fusion_compiler.passes.rewrites.constants import base_name, values
 from fusion_compiler.passes.rewrites.contiguous import shows
+from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.few_queries import capped_attention
 from fusion_compiler.passes.rewrites.mask_algebra import expression
 
@@ -44,28 +45,23 @@ MAX_HEAD = 256  # of the flash kernels; above, separate products are not known t
 HIDDEN = -1e8
 
 
-def fuse_attention(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Use scaled_dot_product_attention where `gm` (ATen above autograd) computes the same with products."""
-    if not any(softmax_of(node) for node in gm.graph.nodes):
-        return gm, ()
-    new, _ = copied(gm)
-    notes: list[Decision] = []
-    for node in list(new.graph.nodes):
-        softmax = softmax_of(node)
-        if softmax is None:
-            continue
-        try:
-            attention = attention_of(softmax)
-            if attention is None:
-                continue
-            notes.append(Decision(RULE, node.name, Outcome.DONE, _Call(attention).replace()))
-        except Refused as refused:
-            notes.append(Decision(RULE, node.name, Outcome.REFUSED, str(refused)))
-    if not any(note.is_done for note in notes):
-        return gm, tuple(notes)
-    new.graph.lint()
-    new.recompile()
-    return new, tuple(notes)
+def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+    attention = attention_at(node)
+    if attention is None:
+        return None
+
+    def call(nodes: Nodes) -> fx.Node:
+        copy = attention_at(nodes[node])
+        assert copy is not None
+        return _Call(copy).emitted()
+
+    return Replacement(call, _described(attention), tuple(attention.inside), attention.root)
+
+
+def _described(attention: Attention) -> str:
+    scores = attention.scores
+    kind = "an additive mask" if scores.biases else "a bool mask" if scores.fills else "no mask"
+    return f"one call, {kind}" + (f", dropout {attention.dropout:g}" if attention.dropout else "")
 
 
 @dataclass(frozen=True)
@@ -90,47 +86,28 @@ class _Call:
         self.axes = attention.axes
         self.dtype: torch.dtype = attention.products[1].meta["val"].dtype
         self.batch, self.heads = _two(attention, self.axes.now)
-        self.sizes: dict[sympy.Expr, fx.Node] = {}
+        before = (n for n in itertools.takewhile(lambda n: n is not attention.root, self.graph.nodes))
+        symbols = [n for n in before if isinstance(n.meta.get("val"), torch.SymInt)]
+        self.sizes = {expression(n.meta["val"]): n for n in reversed(symbols)}
 
-    def replace(self) -> str:
-        """Put the call in place, and return a note of it. Raises Refused, with the graph as it was."""
-        root, before = self.attention.root, set(self.graph.nodes)
-        for node in self.graph.nodes:
-            if node is root:
-                break
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                self.sizes.setdefault(expression(node.meta["val"]), node)
-        try:
-            with self.graph.inserting_before(root):
-                result, reason = self._emitted()
-        except Refused:
-            for node in reversed(self.graph.nodes):
-                if node not in before:
-                    self.graph.erase_node(node)
-            raise
-        old = ancestors(root) - self.attention.inside
-        root.replace_all_uses_with(result)
-        for node in sorted(self.attention.inside, reverse=True):
-            self.graph.erase_node(node)
-        erase_unused(old)
-        return reason
-
-    def _emitted(self) -> tuple[fx.Node, str]:
+    def emitted(self) -> fx.Node:
+        """Emit the call at the place of the result, and return it. Raises Refused."""
         form = self.attention
-        if form.scale <= 0:
-            raise Refused(f"the scores are multiplied by {form.scale:g}")
+        if form.scores.scale <= 0:
+            raise Refused(f"the scores are multiplied by {form.scores.scale:g}")
         query = self._canonical(self._in_dtype(form.query), (form.rows, form.inner))
         key = self._canonical(self._in_dtype(form.key), (form.keys, form.inner))
         value = self._canonical(self._in_dtype(form.value, 1), (form.keys, form.features))
         mask = self._mask()
         refusal = no_kernel(query, value, mask.tensor, form.dropout)
-        if refusal and form.capped is None:
+        if refusal and form.scores.capped is None:
             raise Refused(refusal)
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
-        result = self._emit(_SDPA, query, key, value, mask.tensor, form.dropout, False, scale=form.scale)
-        if form.capped is not None:  # PyTorch has no kernel for capped scores
-            result = capped_attention(result, form.capped)
+        scale = form.scores.scale
+        result = self._emit(_SDPA, query, key, value, mask.tensor, form.dropout, False, scale=scale)
+        if form.scores.capped is not None:  # PyTorch has no kernel for capped scores
+            result = capped_attention(result, form.scores.capped)
         if mask.undefined is not None:
             factor = self._emit(_aten.where.Scalar, mask.undefined, math.nan, 1.0)
             factor = self._emit(_aten.to.dtype, factor, self.dtype)
@@ -139,15 +116,7 @@ class _Call:
         ours, theirs = result.meta["val"], form.root.meta["val"]
         if shape_of(result) != shape_of(form.root) or ours.dtype != theirs.dtype:
             raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
-        return result, self._described(mask.tensor)
-
-    def _described(self, mask: fx.Node | None) -> str:
-        kind = "no mask"
-        if mask is not None:
-            kind = "a bool mask" if mask.meta["val"].dtype is torch.bool else "an additive mask"
-        return f"one call, {kind}" + (
-            f", dropout {self.attention.dropout:g}" if self.attention.dropout else ""
-        )
+        return result
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.attention.products[1], target, *args, **kwargs)
@@ -215,10 +184,7 @@ class _Call:
             return self._emit(_aten.contiguous.default, result)
         if not shows(self.attention.root):
             return result
-        order = sorted(range(value.dim()), key=lambda d: -value.stride(d))
-        stored = self._emit(_aten.permute.default, result, order)
-        stored = self._emit(_aten.contiguous.default, stored)
-        return self._emit(_aten.permute.default, stored, [order.index(d) for d in range(value.dim())])
+        return stored_in_order(self.attention.products[1], result, value)
 
     def _reshape(self, node: fx.Node, shape: list[sympy.Expr]) -> fx.Node:
         """Emit `node` in another shape, or return the operand of a reshape before it that has this shape."""
@@ -250,7 +216,7 @@ class _Call:
 
     def _mask(self) -> _Mask:
         shown, bias = self._shown(), self._bias()
-        fills = [f.value for f in self.attention.fills]
+        fills = [f.value for f in self.attention.scores.fills]
         number = next((v for v in fills if math.isfinite(v)), None)
         if number is not None:
             if len(set(fills)) > 1:
@@ -290,7 +256,7 @@ class _Call:
     def _shown(self) -> fx.Node | None:
         """Emit a bool mask over the keys, True where scores are not filled; return None if none are."""
         shown: fx.Node | None = None
-        for fill in self.attention.fills:
+        for fill in self.attention.scores.fills:
             if fill.value > 0 or math.isnan(fill.value):
                 raise Refused(f"scores are filled with {fill.value:g}")
             mask = self._over_keys(fill.of)
@@ -302,7 +268,7 @@ class _Call:
     def _bias(self) -> fx.Node | None:
         """Emit the sum of all biases of the scores in the call's dtype. Return None if there are none."""
         total: fx.Node | None = None
-        for bias in self.attention.biases:
+        for bias in self.attention.scores.biases:
             term = self._over_keys(bias.of)
             if bias.factor != 1.0:
                 term = self._emit(_aten.mul.Tensor, term, bias.factor)
@@ -388,7 +354,7 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
 
 FUSED_ATTENTION = Pass(
     RULE,
-    fuse_attention,
+    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), _look),
     does="Call scaled_dot_product_attention for attention that is written out.",
     when="a fused kernel takes its dtypes, sizes and mask",
     gains="the scores are never stored",

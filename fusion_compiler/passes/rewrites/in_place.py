@@ -23,26 +23,27 @@ gradient).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, erase_unused, fake_mode
+from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused
+from fusion_compiler.capture.memory import COPY, form_of, has_strides, place, root
 from fusion_compiler.ir.dag import dim_of, kind_of
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
+from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
 aten = torch.ops.aten
-COPY = aten.copy_.default
 RULE = "in place"
 # Scatters into a view, and the view.
 PARTS = {
@@ -52,43 +53,16 @@ PARTS = {
 }
 
 
-def written_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
+def write_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Return a copy of a functional graph in which writes have the memory of their bases, or the graph itself
-    if no write can.
+    if it has no writes.
 
     Its nodes stand in an order in which every reader of a base comes before the write.
     """
-    if not any(_begins(node) for node in gm.graph.nodes):
-        return gm, ()
-    copy, _ = copied(gm)
-    notes = _Writes(copy.graph).run()
-    copy.recompile()
-    return copy, notes
-
-
-def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
-    """Let results that are views of a written argument's new value be views of the argument, in place.
-
-    AOTAutograd makes such a result again as a view of the argument only if the graph's result lies in the
-    argument's memory. shown: {position of a result: position of its argument}.
-    """
-    placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
-    copies = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    for i, number in shown.items():
-        views, base = [], results[i]
-        while isinstance(base, fx.Node) and is_view_node(base):
-            views.append(base)
-            base = base.args[0]
-        argument = copies.get(placeholders[number], placeholders[number])
-        if not views or base.op == "placeholder" or _form(base) != _form(argument):  # type: ignore[union-attr]
-            continue
-        with graph.inserting_before(output):
-            for view in reversed(views):
-                argument = emit(view, view.target, argument, *view.args[1:], **view.kwargs)  # type: ignore[arg-type]
-        results[i] = argument
-        output.args = (type(output.args[0])(results),)  # type: ignore[call-arg,arg-type]
-        erase_unused({*views, base})  # type: ignore[arg-type]
+    writes = _Writes()
+    each = [(n.name, functools.partial(writes.write, n)) for n in gm.graph.nodes if _begins(n)]
+    edits = [("", writes.begin), *each, ("", writes.end)] if each else []
+    return edited(gm, [Site(RULE, *edit) for edit in edits])
 
 
 def _begins(node: fx.Node) -> bool:
@@ -168,7 +142,7 @@ class _Write:
                 return False
         elif self.region is self.base:
             return False
-        elif is_view_node(user) and isinstance(user.target, OpOverload) and _has_strides(user):
+        elif is_view_node(user) and isinstance(user.target, OpOverload) and has_strides(user):
             with user.graph.inserting_before(user):
                 region = emit(user, user.target, self.region, *user.args[1:], **user.kwargs)
         else:
@@ -179,39 +153,40 @@ class _Write:
 
 
 class _Writes:
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    """The writes of one graph, each of which is edited after those before it."""
+
+    def begin(self, nodes: Nodes) -> str:
+        self.graph = next(iter(nodes.values())).graph
         self.before: dict[fx.Node, list[fx.Node]] = {}  # what has to wait for a node, beside its readers
         self.latest: dict[fx.Node, fx.Node] = {}  # what has the memory of a tensor that was written into
-        self.copies = {c.args[0]: c for c in graph.find_nodes(op="call_function", target=COPY)}
+        self.copies = {c.args[0]: c for c in self.graph.find_nodes(op="call_function", target=COPY)}
+        self.seen: set[fx.Node] = set()
+        return ""
 
-    def run(self) -> Decisions:
-        notes: list[Decision] = []
-        seen: set[fx.Node] = set()
-        for node in list(self.graph.nodes):
-            if node in seen or not _begins(node):
-                continue
-            write = _Write(node, self.latest)
-            seen.update(write.path)
-            if self.says_nothing(write):
-                continue
-            name, home = write.result.name, owner(write.base)
-            try:
-                readers = self.memory_is_free(write)
-            except Refused as reason:
-                if home in self.copies:
-                    why = f"it is copied to where it belongs, as {reason}"
-                    notes.append(Decision(RULE, name, Outcome.REFUSED, why))
-                continue
-            new = self.latest[home] = self.rewritten(write)
-            for reader in readers:
-                self.before.setdefault(reader, []).append(new)
-            where = "an argument" if home.op == "placeholder" else "a result that dies"
-            notes.append(Decision(RULE, name, Outcome.DONE, f"written into {where}"))
+    def write(self, first: fx.Node, nodes: Nodes) -> str:
+        node = nodes[first]
+        if node in self.seen:
+            return ""
+        write = _Write(node, self.latest)
+        self.seen.update(write.path)
+        if self.says_nothing(write):
+            return ""
+        home = owner(write.base)
+        try:
+            readers = self.memory_is_free(write)
+        except Refused as reason:
+            is_copied = home in self.copies
+            raise Refused(f"it is copied to where it belongs, as {reason}" if is_copied else "") from reason
+        new = self.latest[home] = self.rewritten(write)
+        for reader in readers:
+            self.before.setdefault(reader, []).append(new)
+        return f"written into {'an argument' if home.op == 'placeholder' else 'a result that dies'}"
+
+    def end(self, nodes: Nodes) -> str:
         for copy in self.graph.find_nodes(op="call_function", target=COPY):
             copy.replace_all_uses_with(copy.args[0])  # of views that are returned, which read nothing
         self.in_order()
-        return tuple(notes)
+        return ""
 
     def says_nothing(self, write: _Write) -> bool:
         """True if nothing has to be written in place: the memory has the result already, and is read instead
@@ -239,7 +214,7 @@ class _Writes:
             raise Refused("it is written through a view that is read besides")
         if base.op != "placeholder" and not (isinstance(base.target, OpOverload) and _has_own_memory(base)):
             raise Refused(f"{base.name} is not a tensor of the graph's own")
-        if not _has_strides(base) or _form(base) != _form(result) or _repeats(base):
+        if not has_strides(base) or form_of(base) != form_of(result) or _repeats(base):
             raise Refused(f"{base.name} lies in memory in another way")
         home = owner(base)
         if home in aliases(write.operands):
@@ -319,13 +294,6 @@ def _is_computed(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not put and is_always_held(node.target)
 
 
-def root(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a chain of views shows."""
-    while is_view_node(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def owner(node: fx.Node) -> fx.Node:
     """Return the node that had the memory of a value first, before anything was written into it."""
     while node.op == "call_function" and node.target is not COPY and written(node.target) == (0,):
@@ -367,16 +335,9 @@ def _has_own_memory(node: fx.Node) -> bool:
     return bool(written(node.target)) or all(r.alias_info is None for r in results)
 
 
-def _has_strides(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _form(node: fx.Node) -> object:
-    if not _has_strides(node):
-        return None
-    value: torch.Tensor = node.meta["val"]
-    return value.dtype, value.device, *(tuple(map(dim_of, n)) for n in (value.shape, value.stride()))
+def _is_same(a: fx.Node, b: fx.Node) -> bool:
+    """True if two values are the same elements of the same memory, in the same order."""
+    return root(a) is root(b) and place(a) == place(b)
 
 
 def _repeats(node: fx.Node) -> bool:
@@ -387,29 +348,9 @@ def _repeats(node: fx.Node) -> bool:
     )
 
 
-def _is_same(a: fx.Node, b: fx.Node) -> bool:
-    """True if two values are the same elements of the same memory, in the same order."""
-    return root(a) is root(b) and _form(a) == _form(b) and place(a) == place(b)
-
-
-def place(node: fx.Node) -> object:
-    """Return the root of a chain of views, and the sizes, strides and offset of the view in its memory."""
-    chain: list[fx.Node] = []
-    while node is not root(node):
-        chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
-    value = node.meta["val"]
-    with fake_mode([value]), torch.no_grad():
-        for view in reversed(chain):
-            values = fx.map_arg((view.args[1:], view.kwargs), lambda n: n.meta.get("val"))
-            value = view.target(value, *values[0], **values[1])  # type: ignore[operator,index]
-    sizes: Iterable[Sequence[Any]] = (value.shape, value.stride(), (value.storage_offset(),))
-    return node, tuple(map(dim_of, itertools.chain.from_iterable(sizes)))
-
-
 IN_PLACE_WRITES = Pass(
     RULE,
-    written_in_place,
+    write_in_place,
     does="Write parts of a tensor into its own memory.",
     when="every reader of the tensor's old value comes before the write",
     gains="a copy of the tensor fewer",
