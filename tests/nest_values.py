@@ -101,7 +101,9 @@ def _computed(node: Compute, values: list[Tensor]) -> Tensor:
         value = operands["self"].to(getattr(torch, rounding)) if rounding else operands["self"]
         return value.to(_wide(node.dtype))
     names = [argument.name for argument in node.target._schema.arguments]
-    return node.target(**{n: _number(v) for n, v in operands.items() if n in names}).to(_wide(node.dtype))
+    numbers = {n: _number(v) for n, v in operands.items() if n in names}
+    # Any overload of an operator stands for all of them: PyTorch chooses the one that takes the operands.
+    return node.target.overloadpacket(**numbers).to(_wide(node.dtype))
 
 
 def _number(value: Any) -> Any:

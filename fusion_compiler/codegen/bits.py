@@ -14,11 +14,21 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Constant, Load, LoopNest, Node, operand_of, rounding_of
+from fusion_compiler.ir.loops import (
+    Compute,
+    Load,
+    LoopNest,
+    Node,
+    cast_of,
+    is_applied,
+    number_of,
+    operand_of,
+    operands_of,
+)
+from fusion_compiler.ops.arithmetic import BITS_AND, RIGHT_SHIFT, SUB, WHERE
 from fusion_compiler.ops.syntax import Expression, fm, tl
-from fusion_compiler.schedule.work import AND, BYTES, RIGHT_SHIFTS
+from fusion_compiler.schedule.work import BYTES
 
-aten = torch.ops.aten
 WIDTHS = {torch.uint8: 8, torch.int8: 8, torch.int16: 16, torch.int32: 32, torch.int64: 64}  # in bits
 DIGITS = 23  # digits of a float32 into which bits are inserted
 MOST_ZERO = 1 << 20  # largest integer that is subtracted from them exactly
@@ -62,7 +72,7 @@ def floats_of(loops: LoopNest, number: int) -> Floats | None:
     """Return a node as floats of selected bits, or of bytes that are not as loaded; None for any other
     node."""
     node, offset = loops.nodes[number], 0
-    if isinstance(node, Compute) and node.target is aten.sub.Tensor:
+    if is_applied(node, SUB):
         operands, widened = dict(node.operands), operand_of(node, "self")
         zero = operands.get("other")
         if widened is None or operands.get("alpha", 1) != 1 or not isinstance(zero, int | float):
@@ -87,24 +97,22 @@ def widened_byte(loops: LoopNest, node: Node) -> int | None:
 
 def _widened(loops: LoopNest, node: Node) -> int | None:
     """Return the integers that a node converts to floats, or None."""
-    if not isinstance(node, Compute) or node.target is not aten._to_copy.default:
+    source = cast_of(node)
+    if source is None or node.dtype is not torch.float32 or loops.nodes[source].dtype not in WIDTHS:
         return None
-    source = operand_of(node, "self")
-    if source is None or node.dtype is not torch.float32 or rounding_of(node) is not None:
-        return None
-    return source if loops.nodes[source].dtype in WIDTHS else None
+    return source
 
 
 def _selected_bits(loops: LoopNest, number: int) -> Bits | Choice | None:
     """Return the bits that a node selects, or that each arm of a choice selects; None if it does not
     select bits."""
     node = loops.nodes[number]
-    if not isinstance(node, Compute) or node.target is not aten.where.self:
+    if not is_applied(node, WHERE):
         bits = _bits(loops, number)
         return None if bits.mask is None else bits
-    condition, one, other = (operand_of(node, name) for name in ("condition", "self", "other"))
-    if condition is None or one is None or other is None:
+    if len(operands_of(node)) != 3:
         return None
+    condition, one, other = operands_of(node)
     first, second = _selected_bits(loops, one), _selected_bits(loops, other)
     return None if first is None or second is None else Choice(condition, first, second)
 
@@ -115,28 +123,21 @@ def _bits(loops: LoopNest, number: int) -> Bits:
     source = operand_of(node, "self") if isinstance(node, Compute) else None
     if source is None or not isinstance(node, Compute) or loops.nodes[source].dtype is not node.dtype:
         return itself
-    constant, width = _whole_number(loops, node), WIDTHS.get(node.dtype)
-    if constant is None or constant < 0 or width is None:
+    constant, width = number_of(loops.nodes, node, "other"), WIDTHS.get(node.dtype)
+    if not isinstance(constant, int) or constant < 0 or width is None:
         return itself
     inner = _bits(loops, source)
-    if node.target in AND:
+    if is_applied(node, BITS_AND):
         mask = constant << inner.shift if inner.mask is None else constant << inner.shift & inner.mask
         if mask >> min(width, DIGITS) == 0:
             return Bits(inner.source, mask, inner.shift)
         return itself if constant >> min(width, DIGITS) else Bits(source, constant, 0)
-    if node.target in RIGHT_SHIFTS and inner.shift + constant < min(width, DIGITS):
+    if is_applied(node, RIGHT_SHIFT) and inner.shift + constant < min(width, DIGITS):
         shift = inner.shift + constant
         if inner.mask is not None:
             return Bits(inner.source, inner.mask >> shift << shift, shift)
         return Bits(inner.source, 256 - (1 << shift) if node.dtype is torch.uint8 else None, shift)
     return itself
-
-
-def _whole_number(loops: LoopNest, node: Compute) -> int | None:
-    other = operand_of(node, "other")
-    constant = None if other is None else loops.nodes[other]
-    value = constant.value if isinstance(constant, Constant) else dict(node.operands).get("other")
-    return value if isinstance(value, int) else None
 
 
 def _operands(selection: Bits | Choice) -> Iterator[int]:

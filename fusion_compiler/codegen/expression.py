@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Value, wrapped
+from fusion_compiler.ir.loops import Compute, Value, is_applied, wrapped
+from fusion_compiler.ops.arithmetic import WHERE
 from fusion_compiler.ops.syntax import Expression, Global, Literal, fm, tl
-from fusion_compiler.ops.table import Operands, spec_of
+from fusion_compiler.ops.table import Operands
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that select among the others
 _SMALL = (torch.int8, torch.uint8, torch.int16)
@@ -53,8 +54,8 @@ def computed(
     operand(n): returns the value of node n (a `Literal` if it is a number) and its dtype.
     fp16: use the table's faster expression, if it has one.
     """
-    spec = spec_of(node.target)
-    assert spec is not None and spec.expr is not None
+    spec = node.spec
+    assert spec.expr is not None
     fetched = {name: operand(arg.node) for name, arg in node.operands if isinstance(arg, Value)}
     rounding = dict(node.operands).get("rounding")
     if rounding is not None:
@@ -148,12 +149,9 @@ def _operand_dtype(
 ) -> torch.dtype:
     """Return the dtype to which an operand is converted."""
     if operands is Operands.OWN:
-        return torch.bool if name == "condition" else (node.dtype if _is_where(node) else source_dtype)
+        own = node.dtype if is_applied(node, WHERE) else source_dtype
+        return torch.bool if name == "condition" else own
     return want
-
-
-def _is_where(node: Compute) -> bool:
-    return node.target is torch.ops.aten.where.self
 
 
 def _literal(value: object) -> Expression:

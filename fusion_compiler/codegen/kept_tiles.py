@@ -21,7 +21,6 @@ from fusion_compiler.ir.loops import (
     store_operands,
 )
 from fusion_compiler.ops.syntax import Var, fm
-from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Place
 
@@ -83,8 +82,7 @@ class KeptTiles(Emitter):
         slow = set[int]()
         for n, node in enumerate(self.loops.nodes):
             if isinstance(node, Compute) and self.is_full(n):
-                spec = spec_of(node.target)
-                if spec is None or spec.special > 0 or not slow.isdisjoint(operands_of(node)):
+                if node.spec.special > 0 or not slow.isdisjoint(operands_of(node)):
                     slow.add(n)
         return frozenset(slow)
 

@@ -21,13 +21,12 @@ The structure of the program follows from the placement:
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -58,12 +57,14 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Store,
+    is_applied,
     operand_of,
     operands_of,
     store_operands,
     with_operands,
 )
 from fusion_compiler.ir.loops import Value as Operand
+from fusion_compiler.ops.arithmetic import AND, CAST, DIV, FLOOR_DIVIDE, MUL, REMAINDER, WHERE
 from fusion_compiler.ops.syntax import (
     Call,
     Expression,
@@ -84,22 +85,7 @@ from fusion_compiler.schedule.boxes import Box, box_of
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, Place
 
-aten = torch.ops.aten
-ALL = aten.logical_and.default
-KEEP_ZERO = frozenset({aten._to_copy.default, aten.neg.default, aten.add.Tensor, aten.sub.Tensor})
 POSITIONS = (torch.int32, torch.int64)  # dtypes of indices
-COMPARISONS: dict[object, Callable[[Any, Any], bool]] = {
-    overload: compare
-    for packet, compare in (
-        (aten.eq, operator.eq), (aten.ne, operator.ne), (aten.lt, operator.lt),
-        (aten.le, operator.le), (aten.gt, operator.gt), (aten.ge, operator.ge),
-    )
-    for overload in (packet.Scalar, packet.Tensor)
-}  # fmt: skip
-DIVISIONS = {
-    aten.remainder.Scalar: "remainder", aten.remainder.Tensor: "remainder",
-    aten.floor_divide.default: "quotient", aten.div.Tensor_mode: "quotient",
-}  # fmt: skip
 
 
 class Emitter:
@@ -645,7 +631,7 @@ class Emitter:
         while stack:
             number = stack.pop()
             node = self.loops.nodes[number]
-            if number not in visited and isinstance(node, Compute) and node.target is ALL:
+            if number not in visited and is_applied(node, AND):
                 stack += reversed(operands_of(node))
             elif number not in visited:
                 conjuncts.append(number)
@@ -753,11 +739,11 @@ class Emitter:
         numbers = [a.node for _, a in node.operands if isinstance(a, Operand)]
         tiles = {n: self.tile(n) for n in numbers}
         literals = [n for n in numbers if isinstance(tiles[n].value, Literal)]
-        if len(literals) == len(numbers) or (len(literals) > 1 and node.target is not aten.where.self):
+        if len(literals) == len(numbers) or (len(literals) > 1 and not is_applied(node, WHERE)):
             for n in literals:  # two numbers have no type in Triton's functions
                 tiles[n] = Tile(self.let("constant", self.typed(n).value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
-        divisor = operand_of(node, "other") if node.target is aten.div.Tensor else None
+        divisor = operand_of(node, "other") if is_applied(node, DIV) else None
         if divisor is not None and number in self.fp16 and self.is_repeated(divisor, number):
             (dividend,) = (n for n in numbers if n != divisor)
             per = self.reciprocal(divisor)
@@ -795,18 +781,18 @@ class Emitter:
                 if place is None or not isinstance(low, int) or not isinstance(high, int):
                     return None
                 return low <= place < high
-            case Compute(target) if target is ALL:
+            case Compute() if is_applied(node, AND):
                 operands = [self.literal(part) for part in self.conjuncts(number)]
                 return False if False in operands else True if all(o is True for o in operands) else None
             case Compute() if (divided := self.divided(node)) is not None:
                 return divided[1] if divided[0] is None else None
-            case Compute(target, operands) if target in COMPARISONS:
+            case Compute(_, operands) if (compare := node.spec.compare) is not None:
                 nodes, sides = self.loops.nodes, [a for _, a in operands[:2]]
                 if any(isinstance(a, Operand) and nodes[a.node].dtype is torch.bool for a in sides):
                     return None
                 left, right = (self.literal(a.node) if isinstance(a, Operand) else a for a in sides)
                 are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
-                return COMPARISONS[target](left, right) if are_numbers else None
+                return compare(left, right) if are_numbers else None
             case _:
                 return None
 
@@ -834,8 +820,9 @@ class Emitter:
     def divided(self, node: Compute) -> tuple[Tile | None, int] | None:
         """Return a coordinate's quotient or remainder by a number that divides all of its steps but the
         constant one: a tile, None if it is a number, and that number; None of all else."""
-        operands = dict(node.operands)
-        if node.target not in DIVISIONS or operands.get("rounding_mode", "floor") != "floor":
+        operands, is_rest = dict(node.operands), is_applied(node, REMAINDER)
+        rounds_down = is_applied(node, FLOOR_DIVIDE) or operands.get("rounding_mode") == "floor"
+        if not is_rest and not rounds_down:
             return None
         by, source = operands.get("other"), operand_of(node, "self")
         by = self.literal(by.node) if isinstance(by, Operand) else by
@@ -847,7 +834,7 @@ class Emitter:
         terms, const = self.terms(of.index)
         if not isinstance(const, int) or any(not isinstance(c, int) or c % by for _, c in terms):
             return None
-        if DIVISIONS[node.target] == "remainder":
+        if is_rest:
             return None, const % by
         if not terms:
             return None, const // by
@@ -856,7 +843,7 @@ class Emitter:
 
     def chosen(self, node: Compute) -> int | None:
         """Return the operand that a `where` takes for all elements, or None if it is not known to be one."""
-        condition = operand_of(node, "condition") if node.target is aten.where.self else None
+        condition = operand_of(node, "condition") if is_applied(node, WHERE) else None
         value = None if condition is None else self.literal(condition)
         return None if value is None else operand_of(node, "self" if value else "other")
 
@@ -873,12 +860,12 @@ class Emitter:
                 is_dead = node.within is not None and self.literal(node.within) is False
             elif not isinstance(node, Compute):
                 is_dead = isinstance(node, Constant) and node.value == 0
-            elif node.target is aten.where.self:
+            elif is_applied(node, WHERE):
                 is_dead = self.chosen(node) in dead
-            elif node.target is aten.div.Tensor:  # zero divided by zero is none
+            elif is_applied(node, DIV):  # zero divided by zero is none
                 is_dead = operand_of(node, "self") in dead and operand_of(node, "other") is None
             else:
-                is_linear = node.target in (aten.mul.Tensor, aten._to_copy.default)
+                is_linear = is_applied(node, MUL) or is_applied(node, CAST)
                 is_dead = is_linear and not dead.isdisjoint(operands_of(node))
             if is_dead:
                 dead.add(n)
@@ -1025,13 +1012,13 @@ class Emitter:
                     is_zero = self.masks(load, axis)
                 case Constant(value):
                     is_zero = value == 0
-                case Compute(target) as node:
+                case Compute() as node:
                     operands = operands_of(node)
-                    if target is aten.mul.Tensor:  # zero times infinity is none
+                    if is_applied(node, MUL):  # zero times infinity is none
                         finite = (o in zero or isinstance(nodes[o], Constant) for o in operands)
                         is_zero = not zero.isdisjoint(operands) and all(finite)
                     else:
-                        is_zero = target in KEEP_ZERO and len(operands) == _arity(node) > 0
+                        is_zero = node.spec.keeps_zero and len(operands) == _arity(node) > 0
                         is_zero = is_zero and zero.issuperset(operands)
                 case _:
                     is_zero = False

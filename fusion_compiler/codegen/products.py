@@ -24,7 +24,7 @@ import torch
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.codegen.words import WordEmitter
-from fusion_compiler.ir.loops import Load, Reduce, with_operands
+from fusion_compiler.ir.loops import Load, Reduce, source_of, with_operands
 from fusion_compiler.ops.syntax import Expression, Items, Literal, Var, fm, tl
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.tile_products import (
@@ -34,7 +34,6 @@ from fusion_compiler.schedule.tile_products import (
     held,
     parts_of_terms,
     products_of,
-    source,
 )
 
 
@@ -57,7 +56,7 @@ class ProductEmitter(WordEmitter):
         for of in self.products.values():
             for factor, side in ((of.matrix, of.rows), (of.vectors, of.few)):
                 if self._load(factor) is not None:
-                    self.factors[source(self.loops, factor)] = factor, side, of.terms
+                    self.factors[source_of(self.loops.nodes, factor)] = factor, side, of.terms
 
     # -- sums, as reductions -------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class ProductEmitter(WordEmitter):
 
     def _load(self, number: int) -> Load | None:
         """Return the load of a factor if bfloat16 holds the buffer's numbers."""
-        node = self.loops.nodes[source(self.loops, number)]
+        node = self.loops.nodes[source_of(self.loops.nodes, number)]
         return node if isinstance(node, Load) and self._held(number) in ONE else None
 
     def _held(self, number: int) -> torch.dtype | None:

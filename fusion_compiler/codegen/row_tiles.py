@@ -27,14 +27,14 @@ from fusion_compiler.ir.loops import (
     Store,
     Value,
     axes_in,
+    is_applied,
     right_neighbours,
 )
 from fusion_compiler.ir.moments import HALVES
+from fusion_compiler.ops.arithmetic import DIV
 from fusion_compiler.ops.syntax import Expression, Items, Literal, Name, Var, lift, tl
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
-
-aten = torch.ops.aten
 
 
 class RowTiles(KeptTiles):
@@ -196,7 +196,7 @@ class RowTiles(KeptTiles):
         if total not in self.scaled:
             return super().computed(number, node)
         count = self.scaled[total] * hint(self.a.size(COLS))  # float32 represents this fraction exactly
-        divisor = count if node.target is aten.div.Tensor else 1 / count
+        divisor = count if is_applied(node, DIV) else 1 / count
         node = replace(node, operands=(("self", Value(total)), ("other", divisor)))
         tile = self.tile(total)
         return replace(tile, value=computed(node, lambda n: (tile.value, self.loops.nodes[n].dtype)))

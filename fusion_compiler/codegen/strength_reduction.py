@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import (
     Compute,
-    Constant,
     LoopNest,
     Node,
     Random,
-    Value,
+    applied,
+    is_applied,
+    number_of,
     operand_of,
     operands_of,
     store_operands,
 )
+from fusion_compiler.ops.arithmetic import ADD, ERF, ERFC, GE, LT, MUL
 from fusion_compiler.schedule.analysis import Analysis
 
-aten = torch.ops.aten
 # Comparison -> (the comparison of words, True if a number equal to the constant is on the lower side).
-COMPARISONS = {
-    overload: (target, above)
-    for packet, target, above in (
-        (aten.ge, aten.ge.Scalar, False),
-        (aten.lt, aten.lt.Scalar, False),
-        (aten.gt, aten.ge.Scalar, True),
-        (aten.le, aten.lt.Scalar, True),
-    )
-    for overload in (packet.Scalar, packet.Tensor)
-}
+COMPARISONS: Mapping[object, tuple[OpOverload, bool]] = {
+    operator.ge: (GE, False), operator.lt: (LT, False), operator.gt: (GE, True), operator.le: (LT, True),
+}  # fmt: skip
 
 
 def shortened(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
@@ -55,24 +51,21 @@ def complements(loops: LoopNest, fp16: frozenset[int]) -> LoopNest:
         if i not in fp16 or not isinstance(node, Compute):
             continue
         erf = _one_more_than(loops, node)
-        value = nodes[erf] if erf is not None else None
-        if erf is None or uses[erf] != 1 or not isinstance(value, Compute):
+        if erf is None or uses[erf] != 1:
             continue
-        if value.target is aten.erf.default:
-            nodes[erf] = Compute(aten.mul.Tensor, (*value.operands, ("other", -1)), value.dtype)
-            nodes[i] = Compute(aten.erfc.default, (("self", Value(erf)),), node.dtype)
+        value = nodes[erf]
+        if is_applied(value, ERF):
+            nodes[erf] = applied(nodes, MUL, *operands_of(value), other=-1, dtype=value.dtype)
+            nodes[i] = applied(nodes, ERFC, erf, dtype=node.dtype)
     return replace(loops, nodes=tuple(nodes))
 
 
 def _one_more_than(loops: LoopNest, node: Compute) -> int | None:
     """Return n for the sum 1 + n, else None."""
-    operands = dict(node.operands)
-    if node.target not in (aten.add.Tensor, aten.add.Scalar) or operands.get("alpha", 1) != 1:
+    if not is_applied(node, ADD) or dict(node.operands).get("alpha", 1) != 1:
         return None
     for one, other in (("self", "other"), ("other", "self")):
-        number = operand_of(node, one)
-        constant = loops.nodes[number] if number is not None else None
-        if (constant.value if isinstance(constant, Constant) else operands.get(one)) == 1:
+        if number_of(loops.nodes, node, one) == 1:
             return operand_of(node, other)
     return None
 
@@ -100,15 +93,12 @@ def thresholds(loops: LoopNest) -> LoopNest:
 
 def _with_threshold(loops: LoopNest, node: Node) -> Compute | None:
     """Return a comparison of a uniform number with a constant as one of its word; None for any other node."""
-    if not isinstance(node, Compute) or node.target not in COMPARISONS:
+    if not isinstance(node, Compute) or node.spec.compare not in COMPARISONS:
         return None
-    operands = dict(node.operands)
-    left, right = operands["self"], operands["other"]
-    other = loops.nodes[right.node] if isinstance(right, Value) else None
-    p = other.value if isinstance(other, Constant) else right
-    if not isinstance(left, Value) or not isinstance(p, int | float) or not 0 < p < 1:
+    left, p = operand_of(node, "self"), number_of(loops.nodes, node, "other")
+    if left is None or p is None or not 0 < p < 1:
         return None
-    target, above = COMPARISONS[node.target]
+    target, above = COMPARISONS[node.spec.compare]
     steps = float(torch.tensor(p, dtype=torch.float32)) * 2.0**24  # exact, since p is float32 in the kernel
     least = int(steps) + 1 if above else math.ceil(steps)
-    return Compute(target, (("self", left), ("other", least << 8)), torch.bool) if least < 2**24 else None
+    return applied(loops.nodes, target, left, other=least << 8) if least < 2**24 else None

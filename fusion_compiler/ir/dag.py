@@ -26,8 +26,6 @@ from fusion_compiler.ops.own.recurrent import LAYERS
 from fusion_compiler.ops.schema import bound, written
 from fusion_compiler.ops.table import Kind, spec_of
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True, slots=True)
 class Source:

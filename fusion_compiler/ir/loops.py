@@ -28,15 +28,19 @@ Inner axes come behind all others, which are columns then. A nest has them for o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, quotient
+from fusion_compiler.ops.arithmetic import CAST
+from fusion_compiler.ops.schema import default_numbers, defaults_of
+from fusion_compiler.ops.table import BY_TARGET, OpSpec
 
 ROWS, COLS = "rows", "cols"
 GROUPS = (ROWS, COLS)  # the order of a nest's axes
@@ -177,6 +181,11 @@ class Compute:
         operands = tuple([(n, a if isinstance(a, Value) else exact(a)) for n, a in self.operands])
         return self.target, operands, self.dtype, self.bf16, self.reproducible, self.single_producer
 
+    @property
+    def spec(self) -> OpSpec:
+        """Return the row of the operator table."""
+        return BY_TARGET[self.target]
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -245,6 +254,63 @@ def operand_of(node: Compute, name: str) -> int | None:
     """Return the number of the node that is an operand of an expression; None for a literal."""
     value = dict(node.operands).get(name)
     return value.node if isinstance(value, Value) else None
+
+
+def number_of(nodes: Sequence[Node], node: Compute, name: str) -> float | None:
+    """Return an operand that is a literal or a constant; None for a value that is computed."""
+    operand = dict(node.operands).get(name)
+    source = nodes[operand.node] if isinstance(operand, Value) else None
+    number = source.value if isinstance(source, Constant) else operand
+    return number if isinstance(number, int | float) else None
+
+
+def applied(
+    nodes: Sequence[Node],
+    target: OpOverload,
+    /,
+    *operands: int,
+    dtype: torch.dtype | None = None,
+    **others: object,
+) -> Compute:
+    """Return an operator of the values of some nodes, in the order of its schema, and of `others` by name.
+
+    dtype: unless the caller says it, bool for a condition, else the promoted dtype of the nodes.
+    others: literals, or values.
+    """
+    if dtype is None and BY_TARGET[target].is_condition:
+        dtype = torch.bool
+    elif dtype is None:
+        dtype = functools.reduce(torch.promote_types, (nodes[number].dtype for number in operands))
+    named = dict(zip(defaults_of(target), map(Value, operands), strict=False)) | others
+    rest = ((name, value) for name, value in default_numbers(target).items() if name not in named)
+    return Compute(target, (*named.items(), *rest), dtype)
+
+
+def is_applied(node: Node | None, operator: OpOverload) -> TypeGuard[Compute]:
+    """True if a node is an operator of `ops/arithmetic.py`, in any of its overloads."""
+    return isinstance(node, Compute) and node.spec.operator is operator
+
+
+def pair_of(node: Node | None, operator: OpOverload) -> tuple[int, ...]:
+    """Return the two values that an operator combines; () for another operator, and for one with a literal or
+    an `alpha` that is not 1."""
+    if not is_applied(node, operator) or dict(node.operands).get("alpha", 1) != 1:
+        return ()
+    operands = operands_of(node)
+    return operands if len(operands) == 2 else ()
+
+
+def cast_of(node: Node) -> int | None:
+    """Return the node that another one converts without rounding it; None for all else."""
+    is_cast = is_applied(node, CAST) and rounding_of(node) is None
+    return operands_of(node)[0] if is_cast else None
+
+
+def source_of(nodes: Sequence[Node], number: int) -> int:
+    """Return the node whose number this one is, perhaps in another dtype."""
+    while (source := cast_of(nodes[number])) is not None:
+        number = source
+    return number
 
 
 def rounding_of(node: Node) -> object:

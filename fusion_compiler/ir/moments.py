@@ -9,18 +9,18 @@ import torch
 
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import (
-    Compute,
-    Constant,
     Load,
     LoopNest,
     Reduce,
-    Value,
-    operand_of,
+    is_applied,
+    number_of,
     operands_of,
+    pair_of,
     rounding_of,
+    source_of,
 )
+from fusion_compiler.ops.arithmetic import DIV, MUL, POW, SUB
 
-aten = torch.ops.aten
 HALVES = (str(torch.float16), str(torch.bfloat16))
 LONGEST = 8192  # float32 represents the sum of so many equal elements with 11 significant bits
 
@@ -31,28 +31,22 @@ def mean_of_squares(loops: LoopNest, number: int) -> tuple[int, int] | None:
     if not isinstance(reduce, Reduce):
         return None
     square, width = nodes[reduce.operand], product(loops.axes[k].size for k in reduce.axes)
-    if reduce.combine != "sum" or not isinstance(square, Compute) or not isinstance(width, int):
+    if reduce.combine != "sum" or not isinstance(width, int):
         return None
-    operands = dict(square.operands)
-    times_itself = square.target is aten.mul.Tensor and operands["self"] == operands["other"]
-    if not times_itself and (square.target is not aten.pow.Tensor_Scalar or operands["exponent"] != 2):
+    squared = set(pair_of(square, MUL))
+    if is_applied(square, POW) and number_of(nodes, square, "exponent") == 2:
+        squared = set(operands_of(square))
+    minus = pair_of(nodes[squared.pop()], SUB) if len(squared) == 1 else ()
+    if not minus:
         return None
-    off = operand_of(square, "self")
-    minus = nodes[off] if off is not None else None
-    if not isinstance(minus, Compute) or minus.target is not aten.sub.Tensor:
-        return None
-    value, middle = operand_of(minus, "self"), operand_of(minus, "other")
-    mean = nodes[middle] if middle is not None else None
-    if not isinstance(mean, Compute) or dict(minus.operands).get("alpha", 1) != 1:
-        return None
-    total = operand_of(mean, "self")
-    if total is None or value is None or nodes[total] != replace(reduce, operand=value):
-        return None
-    assert middle is not None
-    share = _number(loops, dict(mean.operands).get("other"))
-    divided = mean.target is aten.div.Tensor and share == width
-    scaled = mean.target is aten.mul.Tensor and share == 1 / width
-    return (total, middle) if divided or scaled else None
+    value, middle = minus
+    mean = nodes[middle]
+    if is_applied(mean, DIV):
+        is_mean = number_of(nodes, mean, "other") == width
+    else:
+        is_mean = is_applied(mean, MUL) and number_of(nodes, mean, "other") == 1 / width
+    total = operands_of(mean)[0] if is_mean else None
+    return (total, middle) if total is not None and nodes[total] == replace(reduce, operand=value) else None
 
 
 def is_exact(loops: LoopNest, total: int, count: Dim, halves: Collection[str]) -> bool:
@@ -61,15 +55,7 @@ def is_exact(loops: LoopNest, total: int, count: Dim, halves: Collection[str]) -
     total: the sum. halves: the buffers with elements of 16 bits. Differences from the mean do round, all in
     the same way between two powers of two, which a correction would add.
     """
-    node = loops.nodes[operands_of(loops.nodes[total])[0]]
-    while isinstance(node, Compute) and node.target is aten._to_copy.default and rounding_of(node) is None:
-        node = loops.nodes[operands_of(node)[0]]
+    node = loops.nodes[source_of(loops.nodes, operands_of(loops.nodes[total])[0])]
     is_half = isinstance(node, Load) and node.buffer in halves
     is_half = is_half or rounding_of(node) in HALVES
     return is_half and isinstance(count, int) and count <= LONGEST
-
-
-def _number(loops: LoopNest, operand: object) -> object:
-    """Return the value of an operand that is a constant, and any other operand unchanged."""
-    node = loops.nodes[operand.node] if isinstance(operand, Value) else None
-    return node.value if isinstance(node, Constant) else operand

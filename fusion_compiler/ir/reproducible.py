@@ -22,7 +22,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.ops.table import OpSpec, spec_of
 
-aten = torch.ops.aten
 _MARK = "fusion_compiler.reproducible"
 
 # Discontinuous library calls; what they read is stored, but others may hold it as well.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,5 +38,18 @@ def written(overload: object) -> tuple[int, ...]:
 
 def bound(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by the names of the operator's schema, with defaults filled in."""
-    named = {a.name: a.default_value for a in target._schema.arguments}
-    return named | dict(zip(named, args, strict=False)) | dict(kwargs)
+    named = defaults_of(target)
+    return {**named, **dict(zip(named, args, strict=False)), **kwargs}
+
+
+@cache
+def defaults_of(target: OpOverload) -> Mapping[str, Any]:
+    """Return {name: default} of an operator's arguments, in their order; None where there is no default."""
+    return {a.name: a.default_value for a in target._schema.arguments}
+
+
+@cache
+def default_numbers(target: OpOverload) -> Mapping[str, int | float]:
+    """Return the arguments that are numbers unless a call has others, such as alpha = 1 of a sum."""
+    defaults = defaults_of(target).items()
+    return {n: v for n, v in defaults if isinstance(v, int | float) and not isinstance(v, bool)}

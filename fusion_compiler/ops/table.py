@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -86,6 +88,16 @@ class OpSpec:
         stored in 16 bits.
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
         the operand rounds to decides (see reproducible.py).
+    operator: the first overload of the same row, which stands for all of them: aten.add.Tensor for
+        aten.add.Scalar. `ops/arithmetic.py` names those that the compiler itself writes.
+    is_condition: its result is a bool whatever its operands are.
+    compare: the function of two numbers that a comparison is; None for all else.
+    keeps_zero: its result is zero where all of its operands are.
+    chooses: its result is one of its operands, the negative of one, or zero: every dtype that holds these
+        holds it.
+    selects_bits: its result has bits of its operands, perhaps moved down. It is almost free for bytes, since
+        it vanishes if these become floats (`codegen/bits.py`).
+    multiplies: its expression has a product, which compilers may fuse into a sum.
     bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
@@ -101,6 +113,13 @@ class OpSpec:
     fp16: Row | None = None
     bf16: Row | None = None
     discontinuous: bool = False
+    operator: OpOverload | None = None
+    is_condition: bool = False
+    compare: Callable[[Any, Any], bool] | None = None
+    keeps_zero: bool = False
+    chooses: bool = False
+    selects_bits: bool = False
+    multiplies: bool = False
 
 
 def number(value: Expression) -> float | None:
@@ -249,20 +268,10 @@ def _addcdiv(
     return self + _scaled(fm.div(tensor1, tensor2), value)
 
 
-def _elementwise(
-    expr: Row | None,
-    *targets: OpOverload,
-    operands: Operands = Operands.RESULT,
-    flops: int = 1,
-    special: int = 0,
-    fp16: Row | None = None,
-    bf16: Row | None = None,
-    discontinuous: bool = False,
-) -> tuple[OpSpec, ...]:
-    return tuple(
-        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, fp16, bf16, discontinuous)
-        for target in targets
-    )
+def _elementwise(expr: Row | None, *targets: OpOverload, **facts: Any) -> tuple[OpSpec, ...]:
+    """Return the rows of the overloads of one operator. facts: further fields of `OpSpec`."""
+    facts = {"operator": targets[0], **facts}
+    return tuple(OpSpec(target, Kind.ELEMENTWISE, expr, **facts) for target in targets)
 
 
 def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
@@ -281,25 +290,36 @@ def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) ->
     )
 
 
-def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
+def _condition(expr: Row, *targets: OpOverload, **facts: Any) -> tuple[OpSpec, ...]:
+    return _elementwise(expr, *targets, is_condition=True, discontinuous=True, **facts)
+
+
+def _comparison(
+    symbol: str, compare: Callable[[Any, Any], bool], packet: torch._ops.OpOverloadPacket
+) -> tuple[OpSpec, ...]:
     def compared(self: Expression, other: Expression) -> Expression:
         return Binary(symbol, self, other)
 
-    overloads = packet.Tensor, packet.Scalar
-    return _elementwise(compared, *overloads, operands=Operands.PROMOTED, discontinuous=True)
+    return _condition(compared, packet.Tensor, packet.Scalar, operands=Operands.PROMOTED, compare=compare)
 
 
 _ARITHMETIC = (
-    *_elementwise(tl.abs, aten.abs.default),
+    *_elementwise(tl.abs, aten.abs.default, chooses=True),
     # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
-    *_elementwise(lambda self: self * -1, aten.neg.default),
-    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar),
-    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
+    *_elementwise(lambda self: self * -1, aten.neg.default, keeps_zero=True, chooses=True),
+    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar, keeps_zero=True),
+    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar, keeps_zero=True),
     *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
-    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar),
-    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div),
+    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar, multiplies=True),
+    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div, multiplies=True),
     *_elementwise(
-        _div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, discontinuous=True
+        _div_mode,
+        aten.div.Tensor_mode,
+        aten.div.Scalar_mode,
+        flops=4,
+        special=1,
+        discontinuous=True,
+        multiplies=True,
     ),
     *_elementwise(
         fm.floor_divide,
@@ -321,16 +341,16 @@ _ARITHMETIC = (
         special=1,
         discontinuous=True,
     ),
-    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, fp16=_fp16_pow),
-    *_elementwise(fm.pow, aten.pow.Tensor_Tensor, flops=16, special=2),
+    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, fp16=_fp16_pow, multiplies=True),
+    *_elementwise(fm.pow, aten.pow.Tensor_Tensor, flops=16, special=2, multiplies=True),
     *_elementwise(
-        fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar
+        fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar, multiplies=True
     ),
-    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
-    *_elementwise(_addcmul, aten.addcmul.default, flops=2),
-    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1),
-    *_elementwise(_maximum, aten.maximum.default),
-    *_elementwise(_minimum, aten.minimum.default),
+    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, multiplies=True),
+    *_elementwise(_addcmul, aten.addcmul.default, flops=2, multiplies=True),
+    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1, multiplies=True),
+    *_elementwise(_maximum, aten.maximum.default, chooses=True),
+    *_elementwise(_minimum, aten.minimum.default, chooses=True),
     # Unlike maximum and minimum these ignore a NaN on one side.
     *_elementwise(
         lambda self, other: tl.where((self >= other) | other.ne(other), self, other),
@@ -342,41 +362,43 @@ _ARITHMETIC = (
         aten.fmin.default,
         flops=3,
     ),
-    *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2),
-    *_elementwise(lambda self, min: _maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor),
-    *_elementwise(lambda self, max: _minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor),
+    *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2, chooses=True),
+    *_elementwise(
+        lambda self, min: _maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor, chooses=True
+    ),
+    *_elementwise(
+        lambda self, max: _minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor, chooses=True
+    ),
     *_elementwise(fm.copysign, aten.copysign.Tensor, aten.copysign.Scalar, discontinuous=True),
 )
 
 _COMPARISONS = (
-    *_comparison("==", aten.eq),
-    *_comparison("!=", aten.ne),
-    *_comparison("<", aten.lt),
-    *_comparison("<=", aten.le),
-    *_comparison(">", aten.gt),
-    *_comparison(">=", aten.ge),
-    *_elementwise(lambda self: self.ne(self), aten.isnan.default, operands=Operands.OWN),
+    *_comparison("==", operator.eq, aten.eq),
+    *_comparison("!=", operator.ne, aten.ne),
+    *_comparison("<", operator.lt, aten.lt),
+    *_comparison("<=", operator.le, aten.le),
+    *_comparison(">", operator.gt, aten.gt),
+    *_comparison(">=", operator.ge, aten.ge),
     *_elementwise(
+        lambda self: self.ne(self), aten.isnan.default, operands=Operands.OWN, is_condition=True
+    ),
+    *_condition(
         lambda self: self.eq(INFINITY) | self.eq(MINUS_INFINITY),
         aten.isinf.default,
         operands=Operands.OWN,
         flops=3,
-        discontinuous=True,
     ),
-    *_elementwise(
+    *_condition(
         lambda self: (self > MINUS_INFINITY) & (self < INFINITY),
         aten.isfinite.default,
         operands=Operands.OWN,
         flops=3,
-        discontinuous=True,
     ),
-    *_elementwise(lambda self, other: self & other, aten.logical_and.default, discontinuous=True),
-    *_elementwise(lambda self, other: self | other, aten.logical_or.default, discontinuous=True),
-    *_elementwise(lambda self, other: self ^ other, aten.logical_xor.default, discontinuous=True),
-    *_elementwise(
-        lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN, discontinuous=True
-    ),
-    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN),
+    *_condition(lambda self, other: self & other, aten.logical_and.default),
+    *_condition(lambda self, other: self | other, aten.logical_or.default),
+    *_condition(lambda self, other: self ^ other, aten.logical_xor.default),
+    *_condition(lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN),
+    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN, chooses=True, selects_bits=True),
     *_elementwise(
         lambda self, mask, value: tl.where(mask, value, self),
         aten.masked_fill.Scalar,
@@ -394,6 +416,7 @@ _BITS = (
         aten.bitwise_and.Scalar_Tensor,
         aten.__and__.Tensor,
         aten.__and__.Scalar,
+        selects_bits=True,
     ),
     *_elementwise(
         lambda self, other: self | other,
@@ -428,6 +451,7 @@ _BITS = (
         aten.__rshift__.Tensor,
         aten.__rshift__.Scalar,
         flops=4,
+        selects_bits=True,
     ),
 )
 
@@ -512,7 +536,7 @@ _FUNCTIONS = (
     ),
     *_elementwise(libdevice.erfinv, aten.erfinv.default, flops=24, special=2),
     *_elementwise(libdevice.lgamma, aten.lgamma.default, flops=40, special=2),
-    *_elementwise(lambda self: _maximum(self, Literal(0)), aten.relu.default),
+    *_elementwise(lambda self: _maximum(self, Literal(0)), aten.relu.default, chooses=True),
     *_elementwise(
         lambda self, negative_slope: tl.where(self > 0, self, self * negative_slope),
         aten.leaky_relu.default,
@@ -533,13 +557,16 @@ _FUNCTIONS = (
 )
 
 _COPIES_AND_CONSTANTS = (
-    *_elementwise(lambda a, **_: a, prims.convert_element_type.default, flops=0),
+    *_elementwise(
+        lambda a, **_: a, prims.convert_element_type.default, flops=0, operator=aten._to_copy.default
+    ),
     *_elementwise(
         lambda self, **_: self,
         aten._to_copy.default,
         aten.clone.default,
         aten.lift_fresh_copy.default,
         flops=0,
+        keeps_zero=True,
     ),
     *_elementwise(lambda src, **_: src, aten.copy.default, flops=0),
     *_elementwise(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor, flops=0),
@@ -641,12 +668,12 @@ OPS: tuple[OpSpec, ...] = (
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
 
-_BY_TARGET = {spec.target: spec for spec in OPS}
+BY_TARGET: Mapping[OpOverload, OpSpec] = {spec.target: spec for spec in OPS}
 
 
 def spec_of(target: object) -> OpSpec | None:
     """Return the row of an ATen overload, or None for everything that is not in the table."""
-    return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None
+    return BY_TARGET.get(target) if isinstance(target, OpOverload) else None
 
 
 def is_always_held(target: object) -> bool:

@@ -31,9 +31,11 @@ from fusion_compiler.ir.loops import (
     Scan,
     axes_in,
     axes_of,
+    cast_of,
     groups_of,
-    operand_of,
+    is_applied,
     operands_of,
+    pair_of,
     reduced_groups,
     renumber,
     renumber_axes,
@@ -44,17 +46,13 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
+from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.shapes import WORD
 from fusion_compiler.schedule.uses import Uses, uses_of
 
-aten = torch.ops.aten
-
-
 MOST_FACTORS = 16  # of a product that is taken apart
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
-# Operators whose expressions multiply, by name.
-PRODUCTS = frozenset({"mul", "pow", "div", "addcmul", "addcdiv", "lerp"})
 
 
 class Analysis:
@@ -253,14 +251,11 @@ class Analysis:
         for i, node in enumerate(self.loops.nodes):
             product_of = Counter((i,))
             if isinstance(node, Compute) and node.dtype is torch.float32:
-                operands = [factors[n] for n in operands_of(node)]
-                passed = node.target is aten._to_copy.default and rounding_of(node) is None
-                source = operand_of(node, "self")
-                is_product = node.target is aten.mul.Tensor and len(operands) == len(node.operands) == 2
-                if is_product and sum(f.total() for f in operands) <= MOST_FACTORS:
+                operands, source = [factors[n] for n in pair_of(node, MUL)], cast_of(node)
+                if operands and sum(f.total() for f in operands) <= MOST_FACTORS:
                     product_of = operands[0] + operands[1]
-                elif passed and source is not None and self.loops.nodes[source].dtype is torch.float32:
-                    product_of = operands[0]
+                elif source is not None and self.loops.nodes[source].dtype is torch.float32:
+                    product_of = factors[source]
             factors.append(product_of)
         return tuple(factors)
 
@@ -388,22 +383,12 @@ class Analysis:
             reduce = nodes[number]
             assert isinstance(reduce, Reduce)
             power = nodes[reduce.operand]
-            if (
-                reduce.combine != "sum"
-                or not isinstance(power, Compute)
-                or power.target is not aten.exp.default
-            ):
+            is_sum_of_powers = reduce.combine == "sum" and is_applied(power, EXP)
+            minus = pair_of(nodes[operands_of(power)[0]], SUB) if is_sum_of_powers else ()
+            if not minus:
                 continue
-            centred = operand_of(power, "self")
-            minus = nodes[centred] if centred is not None else None
-            if (
-                not isinstance(minus, Compute)
-                or minus.target is not aten.sub.Tensor
-                or dict(minus.operands).get("alpha", 1) != 1
-            ):
-                continue
-            value, top = operand_of(minus, "self"), operand_of(minus, "other")
-            peak = nodes[top] if top is not None else None
+            value, top = minus
+            peak = nodes[top]
             if (
                 isinstance(peak, Reduce)
                 and peak.combine == "max"
@@ -411,7 +396,6 @@ class Analysis:
                 and peak.axes == reduce.axes
                 and self.reduced_groups(number) == frozenset({COLS})
             ):
-                assert top is not None
                 pairs[number] = top
         return pairs
 
@@ -496,7 +480,7 @@ class Analysis:
         both.
         """
         nodes = (n for n in self.loops.nodes if isinstance(n, Compute) and n.reproducible)
-        return any(n.target._opname in PRODUCTS or dict(n.operands).get("alpha", 1) != 1 for n in nodes)
+        return any(n.spec.multiplies or dict(n.operands).get("alpha", 1) != 1 for n in nodes)
 
     @cached_property
     def furthest(self) -> int:

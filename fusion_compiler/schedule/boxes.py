@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from fusion_compiler.ir.dims import quotient
-from fusion_compiler.ir.loops import Compute, Index, InRange, Load, LoopNest, operands_of
+from fusion_compiler.ir.loops import Index, InRange, Load, LoopNest, is_applied, operands_of
+from fusion_compiler.ops.arithmetic import AND
 from fusion_compiler.schedule.placement import Leaf, Place
 
 MOST_SIDES = 5  # of a box
@@ -85,7 +84,7 @@ def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -
 def _conjuncts(loops: LoopNest, condition: int) -> Iterator[InRange | None]:
     """Yield the ranges whose conjunction a condition is, and None for what is no range."""
     node = loops.nodes[condition]
-    if isinstance(node, Compute) and node.target is torch.ops.aten.logical_and.default:
+    if is_applied(node, AND):
         for operand in operands_of(node):
             yield from _conjuncts(loops, operand)
     else:

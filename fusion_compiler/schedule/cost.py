@@ -26,7 +26,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 from fusion_compiler.schedule.run import NO_HINTS, Run
 from fusion_compiler.schedule.shared_reductions import SharedReductions
-from fusion_compiler.schedule.work import BufferInfo, Work, weights_of
+from fusion_compiler.schedule.work import BufferInfo, Work
 
 # Results of one program of a second kernel, and partial results that it loads at once of each.
 SECOND_BLOCK, ADDENDS = 16, 256
@@ -225,7 +225,7 @@ def _replicated_us(work: Work, run: Run, device: DeviceSpec) -> float:
     flops = 0
     for number in with_operands(loops, copies):
         if isinstance(node := loops.nodes[number], Compute):
-            flops += work.points(work.axes[number]) * sum(weights_of(node.target))
+            flops += work.points(work.axes[number]) * (node.spec.flops + node.spec.special)
     return len(copies) * REPLICATED_US + 1e6 * run.programs * flops / device.fp32_per_s
 
 
@@ -271,9 +271,8 @@ def _repeated_us(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> tupl
     for node, axes in zip(work.loops.nodes, work.axes, strict=True):
         others = _repetitions(work, grid, axes) - 1
         if others and isinstance(node, Compute):
-            weights = weights_of(node.target)
-            flops += others * work.points(axes) * weights[0]
-            special += others * work.points(axes) * weights[1]
+            flops += others * work.points(axes) * node.spec.flops
+            special += others * work.points(axes) * node.spec.special
         elif others and isinstance(node, Load):
             flops += others * work.points(axes)  # one operation converts it
             bytes_read += others * work.points(axes) * work.buffers[node.buffer].itemsize

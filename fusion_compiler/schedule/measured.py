@@ -16,7 +16,6 @@ from importlib.resources import files
 
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Random
-from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.run import Run
@@ -38,8 +37,8 @@ CROWDED = 128  # registers of a thread for tiles beyond which more threads are f
 def long_functions(a: Analysis) -> bool:
     """True if there are functions without a short form, such as sine: sixteen copies of libdevice's slow
     path spill."""
-    specs = (spec_of(n.target) for n in a.loops.nodes if isinstance(n, Compute))
-    return any(s is not None and s.flops >= LONG and s.fp16 is None for s in specs)
+    specs = (n.spec for n in a.loops.nodes if isinstance(n, Compute))
+    return any(s.flops >= LONG and s.fp16 is None for s in specs)
 
 
 def mixed(a: Analysis) -> bool:

@@ -15,7 +15,6 @@ from math import prod
 from typing import cast
 
 import sympy
-import torch
 
 from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.dims import hint
@@ -35,12 +34,13 @@ from fusion_compiler.ir.loops import (
     axes_in,
     axes_of,
     operands_of,
+    pair_of,
     store_operands,
     with_operands,
 )
+from fusion_compiler.ops.arithmetic import MUL
 from fusion_compiler.schedule.shapes import WARP, are_apart, padded
 
-MUL = torch.ops.aten.mul.Tensor
 MOST_REPLICATED, REPLICATED = 8192, 32  # elements of a vector that each program reduces: of all, of a thread
 NUMBERS = ("sum", "max", "min")  # what such a reduction may be, and what it may be made of
 SIMPLE = (Load, Compute, Constant, Coordinate, InRange, Reduce)
@@ -51,8 +51,7 @@ def factors_of(loops: LoopNest, number: int) -> tuple[int, ...]:
     node = loops.nodes[number]
     if not isinstance(node, Reduce) or node.combine != "sum":
         return ()
-    term = loops.nodes[node.operand]
-    factors = operands_of(term) if isinstance(term, Compute) and term.target is MUL else ()
+    factors = pair_of(loops.nodes[node.operand], MUL)
     return factors if len(set(factors)) == 2 else ()
 
 

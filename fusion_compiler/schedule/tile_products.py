@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusion_compiler.ir.loops import Compute, Load, LoopNest, Reduce, operands_of, rounding_of
+from fusion_compiler.ir.loops import Load, LoopNest, Reduce, rounding_of, source_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
 
-CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SMALLEST = 16  # rows and terms of a product that tensor cores take
 TALL = 64  # rows of a tile that all warps of a program multiply together
 PARTS = 64  # least terms of a tile that one warp multiplies
@@ -114,21 +113,12 @@ def parts_of_terms(rows: int, terms: int, warps: int) -> int:
     return 1 if rows >= TALL else max(1, min(warps, terms // PARTS))
 
 
-def source(loops: LoopNest, number: int) -> int:
-    """Return the node whose number this one is, in another dtype."""
-    node = loops.nodes[number]
-    while isinstance(node, Compute) and node.target in CONVERSIONS and rounding_of(node) is None:
-        (number,) = operands_of(node)
-        node = loops.nodes[number]
-    return number
-
-
 def held(loops: LoopNest, dtypes: Mapping[str, torch.dtype], number: int) -> torch.dtype | None:
     """Return the dtype in which a value lies in memory or to which it is rounded; None of others.
 
     dtypes: those of the buffers.
     """
-    node = loops.nodes[source(loops, number)]
+    node = loops.nodes[source_of(loops.nodes, number)]
     if rounding_of(node) == str(torch.bfloat16):
         return torch.bfloat16
     return dtypes[node.buffer] if isinstance(node, Load) else None

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from fusion_compiler.ir.loops import Compute, LoopNest, Reduce, operands_of, rounding_of
-
-aten = torch.ops.aten
+from fusion_compiler.ir.loops import Compute, LoopNest, Reduce, cast_of, operands_of, pair_of
+from fusion_compiler.ops.arithmetic import MUL
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,9 @@ def _uses(loops: LoopNest, number: int, reduction: Reduce, varies: Sequence[froz
             continue
         late.add(n)
         factors = [o for o in operands_of(node) if o not in read]
-        is_product = node.target is aten.mul.Tensor and len(operands_of(node)) == len(node.operands) == 2
-        is_cast = node.target is aten._to_copy.default and rounding_of(node) is None
-        is_same = is_cast and node.dtype == reduction.dtype
-        if read <= linear and len(read) == 1 and (is_same or (is_product and len(factors) == 1)):
+        is_same = cast_of(node) is not None and node.dtype == reduction.dtype
+        is_scaled = bool(pair_of(node, MUL)) and len(factors) == 1
+        if read <= linear and len(read) == 1 and (is_same or is_scaled):
             if all(varies[o].isdisjoint(reduction.axes) for o in factors):
                 linear.add(n)
     stores = [store for store in loops.stores if store.value in late]

@@ -17,26 +17,25 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import sympy
-import torch
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import (
     INNER,
-    Compute,
-    Constant,
     Coordinate,
     InRange,
     Load,
     LoopNest,
     Reduce,
     Store,
-    Value,
     axes_in,
     axes_of,
+    is_applied,
+    number_of,
     operand_of,
 )
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ops.arithmetic import REMAINDER
 from fusion_compiler.schedule.analysis import MOST_TURNS, Analysis
 from fusion_compiler.schedule.placement import At, Place, Placement, Split
 from fusion_compiler.schedule.products import is_product
@@ -45,7 +44,6 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 from fusion_compiler.schedule.verifier import refusal_of
 from fusion_compiler.schedule.work import BufferInfo
 
-REMAINDERS = (torch.ops.aten.remainder.Scalar, torch.ops.aten.remainder.Tensor)
 MOST_TAPS = 64  # along one axis
 MOST_STRIDE = 8  # of windows, in taps
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
@@ -167,10 +165,8 @@ def _remainders(loops: LoopNest) -> dict[int, int]:
     """Return the axes of coordinates of which a remainder is taken, and by what."""
     divisors: dict[int, int] = {}
     for node in loops.nodes:
-        if isinstance(node, Compute) and node.target in REMAINDERS:
-            source, by = operand_of(node, "self"), dict(node.operands).get("other")
-            by = loops.nodes[by.node] if isinstance(by, Value) else by
-            by = by.value if isinstance(by, Constant) else by
+        if is_applied(node, REMAINDER):
+            source, by = operand_of(node, "self"), number_of(loops.nodes, node, "other")
             of = None if source is None else loops.nodes[source]
             if isinstance(of, Coordinate) and isinstance(by, int) and by > 1:
                 divisors |= {key: by for key, _ in of.index.terms if key >= 0}

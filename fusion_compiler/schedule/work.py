@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from math import prod
 
 import sympy
 import torch
-from torch._ops import OpOverload
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint
@@ -33,25 +32,15 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
+    is_applied,
     operands_of,
     right_neighbours,
 )
-from fusion_compiler.ops import table as ops
+from fusion_compiler.ops.arithmetic import AND, MUL
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import Products
 
-MUL = torch.ops.aten.mul.Tensor
-LOGICAL_AND = torch.ops.aten.logical_and.default
-# Integer operations on bytes are almost free: they vanish if the bytes become floats (`codegen/bits.py`).
 BYTES = (torch.int8, torch.uint8)
-AND = (torch.ops.aten.bitwise_and.Tensor, torch.ops.aten.bitwise_and.Scalar)
-RIGHT_SHIFTS = (
-    torch.ops.aten.__rshift__.Tensor,
-    torch.ops.aten.__rshift__.Scalar,
-    torch.ops.aten.bitwise_right_shift.Tensor,
-    torch.ops.aten.bitwise_right_shift.Tensor_Scalar,
-)
-BYTE_OPERATIONS = frozenset({*AND, *RIGHT_SHIFTS, torch.ops.aten.where.self})
 BITS = {ROWS: 1, COLS: 2, RAGGED: 0}
 IN_TILES = {COLS: 0, INNER: 2, RAGGED: 0}  # of nests with inner axes, which count as columns
 SECTOR = 32  # bytes: the granularity of device-memory traffic
@@ -69,13 +58,6 @@ class BufferInfo:
     numel: Dim
     itemsize: int
     in_l2: bool = False
-
-
-@cache
-def weights_of(target: OpOverload) -> tuple[int, int]:
-    """Return (arithmetic, special) operations per element; (1, 0) for an op without a row in the table."""
-    spec = ops.spec_of(target)
-    return (spec.flops, spec.special) if spec is not None else (1, 0)
 
 
 class Work:
@@ -157,7 +139,7 @@ class Work:
 
     def _compute(self, node: Compute) -> tuple[int, int, int]:
         axes = needs = phase = 0
-        values, target = self.values, node.target
+        values, spec = self.values, node.spec
         for _, operand in node.operands:
             if type(operand) is Value:
                 its_axes, its_needs, its_phase = values[operand.node]
@@ -165,16 +147,16 @@ class Work:
                 needs |= its_needs
                 if its_phase > phase:
                     phase = its_phase
-        if target is LOGICAL_AND:
+        if spec.operator is AND:
             self._divide(operands_of(node))
-        flops, special = weights_of(target)
+        flops, special = spec.flops, spec.special
         count, dtype = self.elements(axes), node.dtype
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
             return axes, needs, phase
         if dtype is torch.float32 or dtype is torch.bool:
             self.fp32 += flops * count
-        elif dtype not in BYTES or target not in BYTE_OPERATIONS:
+        elif dtype not in BYTES or not spec.selects_bits:
             self.integer += flops * count
         self.special += special * count
         return axes, needs, phase
@@ -262,7 +244,7 @@ class Work:
         """True if a sum adds up sums, perhaps times a factor, and so waits for no memory (see
         `algebra.nested_sums`)."""
         inner = self.loops.nodes[node.operand]
-        operands = operands_of(inner) if isinstance(inner, Compute) and inner.target is MUL else ()
+        operands = operands_of(inner) if is_applied(inner, MUL) else ()
         sums = [n for n in map(self.loops.nodes.__getitem__, operands) if isinstance(n, Reduce)] or [inner]
         return node.combine == "sum" and any(isinstance(n, Reduce) and n.combine == "sum" for n in sums)
 

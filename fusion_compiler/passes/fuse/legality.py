@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, not_above, simple
 from fusion_compiler.ir.loops import (
@@ -28,18 +26,18 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
     axes_of,
+    is_applied,
     kept_axes,
     operands_of,
     store_operands,
     with_operands,
 )
-from fusion_compiler.ops.table import spec_of
+from fusion_compiler.ops.arithmetic import DIV
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import sums_of_products
 from fusion_compiler.schedule.space import refusal
 
-aten = torch.ops.aten
 MOST_OPS = 96
 MOST_ALIKE = 4  # a product of several rows may have so many times MOST_OPS, which compilers can still take
 MOST_BUFFERS = 24
@@ -207,10 +205,9 @@ def _is_expensive(node: Node, from_data: Sequence[bool]) -> bool:
     """
     if not isinstance(node, Compute) or not node.dtype.is_floating_point:
         return False
-    spec, by = spec_of(node.target), dict(node.operands).get("other")
-    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    by = dict(node.operands).get("other")
     cheap_divisor = not from_data[by.node] if isinstance(by, Value) else isinstance(by, int | float)
-    return spec is not None and spec.special > 0 and not (divides and cheap_divisor)
+    return node.spec.special > 0 and not (is_applied(node, DIV) and cheap_divisor)
 
 
 def schedule(a: Analysis, device: DeviceSpec) -> str | None:

@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
     INNER,
     TILE,
-    Compute,
     Constant,
     Coordinate,
     Index,
@@ -24,19 +22,22 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    Value,
+    applied,
     axes_of,
+    cast_of,
     groups_of,
+    is_applied,
     kept_axes,
     operands_of,
+    pair_of,
     reduced_groups,
     renumber,
     renumber_axes,
     renumber_store,
 )
 from fusion_compiler.ir.moments import is_exact, mean_of_squares
+from fusion_compiler.ops.arithmetic import ABS, ADD, AND, AT_LEAST, DIV, EQ, GE, LT, MUL, SUB, WHERE
 
-aten = torch.ops.aten
 # the product of the remaining factors (None if there are none), and the removed factors
 Factored = tuple[int | None, tuple[int, ...]]
 
@@ -60,12 +61,9 @@ class _Rebuilt:
         node = renumber(self.loops.nodes[number], self.numbers)
         self.numbers[number] = self.add(node, self.loops.names[number])
 
-    def compute(
-        self, name: str, dtype: torch.dtype, target: OpOverload, /, **operands: int | float
-    ) -> int:
-        """Add an operation. operands: numbers of new nodes, or literals if they are floats."""
-        values = ((key, Value(o) if isinstance(o, int) else o) for key, o in operands.items())
-        return self.add(Compute(target, tuple(values), dtype), name)
+    def apply(self, name: str, target: OpOverload, /, *operands: int, **literals: float) -> int:
+        """Add an operator of new nodes and of literals (see `ir.loops.applied`)."""
+        return self.add(applied(self.nodes, target, *operands, dtype=None, **literals), name)
 
     def done(self) -> LoopNest:
         stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
@@ -83,20 +81,17 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
     if not matches:
         return loops
     new = _Rebuilt(loops)
-    numbers, add = new.numbers, new.add
+    numbers = new.numbers
     for i, node in enumerate(loops.nodes):
         if i not in matches:
             new.keep(i)
             continue
         target, value, size = matches[i]
-        position = Value(numbers[target])
-        low = add(Compute(aten.ge.Scalar, (("self", position), ("other", 0)), torch.bool), "not_below")
-        high = add(Compute(aten.lt.Scalar, (("self", position), ("other", size)), torch.bool), "below")
-        both = (("self", Value(low)), ("other", Value(high)))
-        inside = add(Compute(aten.logical_and.default, both, torch.bool), "inside")
-        zero = add(Constant(0.0 if node.dtype.is_floating_point else 0, node.dtype), "zero")
-        choice = (("condition", Value(inside)), ("self", Value(numbers[value])), ("other", Value(zero)))
-        numbers[i] = add(Compute(aten.where.self, choice, node.dtype), loops.names[i])
+        low = new.apply("not_below", GE, numbers[target], other=0)
+        high = new.apply("below", LT, numbers[target], other=size)
+        inside = new.apply("inside", AND, low, high)
+        zero = new.add(Constant(0.0 if node.dtype.is_floating_point else 0, node.dtype), "zero")
+        numbers[i] = new.apply(loops.names[i], WHERE, inside, numbers[value], zero)
     return new.done()
 
 
@@ -109,28 +104,18 @@ def _one_hot(loops: LoopNest, groups: tuple[frozenset[str], ...], node: Node) ->
     if not over <= TILE:  # groups do not tell which values vary along other axes
         return None
     choice = loops.nodes[_origin(loops, node.operand)]
-    if not isinstance(choice, Compute) or choice.target is not aten.where.self:
+    if not is_applied(choice, WHERE) or len(operands_of(choice)) != 3:
         return None
-    arms = dict(choice.operands)
-    condition, value, other = (arms.get(k) for k in ("condition", "self", "other"))
-    if not (isinstance(condition, Value) and isinstance(value, Value) and isinstance(other, Value)):
+    condition, value, other = operands_of(choice)
+    rest, sides = loops.nodes[_origin(loops, other)], pair_of(loops.nodes[condition], EQ)
+    if not isinstance(rest, Constant) or rest.value != 0 or groups[value] & over or not sides:
         return None
-    rest = loops.nodes[_origin(loops, other.node)]
-    equal = loops.nodes[condition.node]
-    if not isinstance(rest, Constant) or rest.value != 0 or groups[value.node] & over:
-        return None
-    if not isinstance(equal, Compute) or equal.target is not aten.eq.Tensor:
-        return None
-    sides = dict(equal.operands)
-    a, b = sides.get("self"), sides.get("other")
-    if not (isinstance(a, Value) and isinstance(b, Value)):
-        return None
-    for coordinate, target in ((a.node, b.node), (b.node, a.node)):
+    for coordinate, target in (sides, sides[::-1]):
         position = loops.nodes[coordinate]
         if isinstance(position, Coordinate) and not groups[target] & over:
             size = _count_of_enumeration(loops, position.index, node.axes)
             if size is not None:
-                return target, value.node, size
+                return target, value, size
     return None
 
 
@@ -147,10 +132,6 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
     changed = False
 
-    def times(a: int, b: int, name: str) -> int:
-        operands = (("self", Value(a)), ("other", Value(b)))
-        return new.add(Compute(aten.mul.Tensor, operands, new.nodes[a].dtype), name)
-
     @functools.cache
     def factored(number: int, axes: frozenset[int]) -> Factored:
         """Split a product into the factors that vary over the terms and the invariant factors that depend on
@@ -164,8 +145,9 @@ def factored_sums(loops: LoopNest) -> LoopNest:
         (a, removed), (b, removed_right) = (factored(n, axes) for n in factors)
         if not removed + removed_right:
             return new.numbers[number], ()
-        left = times(a, b, loops.names[number]) if a is not None and b is not None else a if b is None else b
-        return left, removed + removed_right
+        if a is not None and b is not None:
+            return new.apply(loops.names[number], MUL, a, b), removed + removed_right
+        return a if b is None else b, removed + removed_right
 
     for i, node in enumerate(loops.nodes):
         if isinstance(node, Reduce) and _is_matrix_product(loops, varies, node):
@@ -173,7 +155,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
             if operand is not None and removed:
                 number, changed = new.add(replace(node, operand=operand), loops.names[i]), True
                 for factor in removed:
-                    number = times(number, factor, loops.names[i])
+                    number = new.apply(loops.names[i], MUL, number, factor)
                 new.numbers[i] = number
                 continue
         new.keep(i)
@@ -220,7 +202,7 @@ def nested_sums(loops: LoopNest) -> LoopNest:
             inner[key] = new.add(replace(node, operand=new.numbers[of.operand], axes=of.axes), name)
         value = inner[key]
         for factor in of.factors:
-            value = new.compute(name, node.dtype, aten.mul.Tensor, self=value, other=new.numbers[factor])
+            value = new.apply(name, MUL, value, new.numbers[factor])
         if of.rest:
             value = new.add(replace(node, operand=value, axes=of.rest), name)
         new.numbers[number] = value
@@ -283,23 +265,20 @@ def _correct(new: _Rebuilt, number: int, node: Reduce, mean: int) -> None:
     """Correct a sum of squares, its mean and the differences from it, for all nodes that follow."""
     loops, count = new.loops, float(hint(_count(new.loops, node)))
     off = operands_of(loops.nodes[node.operand])[0]
-    computed = functools.partial(new.compute, loops.names[number], node.dtype)
+    computed = functools.partial(new.apply, loops.names[number])
 
     def finite(value: int) -> int:
         """Return a value, or zero in the place of infinity: infinity - infinity would be NaN."""
-        size = computed(aten.abs.default, self=value)
-        is_finite = new.compute(loops.names[number], torch.bool, aten.lt.Scalar, self=size, other=math.inf)
-        return computed(aten.where.self, condition=is_finite, self=value, other=zero)
+        is_finite = computed(LT, computed(ABS, value), other=math.inf)
+        return computed(WHERE, is_finite, value, zero)
 
     zero = new.add(Constant(0.0, node.dtype), loops.names[number])
     rest = new.add(replace(node, operand=new.numbers[off]), loops.names[number])
-    shift = finite(computed(aten.div.Tensor, self=rest, other=count))
-    square = computed(aten.mul.Tensor, self=shift, other=shift)
-    excess = finite(computed(aten.mul.Tensor, self=square, other=count))
-    left = computed(aten.sub.Tensor, self=new.numbers[number], other=excess)
-    new.numbers[number] = computed(aten.clamp_min.default, self=left, min=0.0)
-    new.numbers[mean] = computed(aten.add.Tensor, self=new.numbers[mean], other=shift)
-    new.numbers[off] = computed(aten.sub.Tensor, self=new.numbers[off], other=shift)
+    shift = finite(computed(DIV, rest, other=count))
+    excess = finite(computed(MUL, computed(MUL, shift, shift), other=count))
+    new.numbers[number] = computed(AT_LEAST, computed(SUB, new.numbers[number], excess), min=0.0)
+    new.numbers[mean] = computed(ADD, new.numbers[mean], shift)
+    new.numbers[off] = computed(SUB, new.numbers[off], shift)
 
 
 def _count(loops: LoopNest, node: Reduce) -> Dim:
@@ -332,11 +311,8 @@ def _dependent_on_reductions(loops: LoopNest, axes: frozenset[int]) -> set[int]:
 def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
     """Return the two factors of a floating-point product, or () for any other node."""
     node = loops.nodes[number]
-    if not isinstance(node, Compute) or node.target is not aten.mul.Tensor:
-        return ()
-    values = tuple(value.node for _, value in node.operands if isinstance(value, Value))
-    same_dtype = node.dtype.is_floating_point and all(loops.nodes[n].dtype == node.dtype for n in values)
-    return values if len(values) == 2 and same_dtype else ()
+    factors = pair_of(node, MUL) if node.dtype.is_floating_point else ()
+    return factors if all(loops.nodes[n].dtype == node.dtype for n in factors) else ()
 
 
 def _is_matrix_product(loops: LoopNest, varies: tuple[frozenset[int], ...], node: Reduce) -> bool:
@@ -381,15 +357,9 @@ def _is_contiguous(loops: LoopNest, number: int, axes: frozenset[int]) -> bool:
 
 def _origin(loops: LoopNest, number: int) -> int:
     """Follow casts that do not change the dtype or round, and return the node whose value they pass on."""
-    node = loops.nodes[number]
-    while isinstance(node, Compute) and node.target is aten._to_copy.default:
-        operands = dict(node.operands)
-        value = operands["self"]
-        if "rounding" in operands or not isinstance(value, Value):
-            break
-        if loops.nodes[value.node].dtype != node.dtype:
-            break
-        number, node = value.node, loops.nodes[value.node]
+    nodes, source = loops.nodes, cast_of(loops.nodes[number])
+    while source is not None and nodes[source].dtype == nodes[number].dtype:
+        number, source = source, cast_of(nodes[source])
     return number
 
 

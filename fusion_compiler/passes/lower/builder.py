@@ -18,20 +18,18 @@ from fusion_compiler.ir.index import Extents, divided
 from fusion_compiler.ir.loops import (
     RAGGED,
     Axis,
-    Compute,
     Constant,
     Coordinate,
     Index,
     InRange,
     Load,
     Node,
-    Value,
+    applied,
     wrapped,
 )
+from fusion_compiler.ops.arithmetic import ADD, AND, CAST, EQ, FLOOR_DIVIDE, LT, REMAINDER, WHERE
 from fusion_compiler.ops.table import spec_of
 from fusion_compiler.passes.lower.space import Coords, compute_dtype
-
-aten = torch.ops.aten
 
 
 class Builder(ABC):
@@ -75,6 +73,18 @@ class Builder(ABC):
             self.names.append(name)
         return number
 
+    def apply(
+        self,
+        name: str,
+        target: OpOverload,
+        /,
+        *operands: int,
+        dtype: torch.dtype | None = None,
+        **others: object,
+    ) -> int:
+        """Return the node of an operator of nodes and of `others` by name (see `ir.loops.applied`)."""
+        return self.emit(applied(self.nodes, target, *operands, dtype=dtype, **others), name)
+
     def ragged_axis(self, first: int, last: int) -> int:
         """Return the number of the axis with as many elements as lie between the values of two nodes."""
         bounds = first, last
@@ -93,7 +103,7 @@ class Builder(ABC):
         """Return `node` converted to `dtype`."""
         if self.nodes[node].dtype == dtype:
             return node
-        return self.emit(Compute(aten._to_copy.default, (("self", Value(node)),), dtype), name)
+        return self.apply(name, CAST, node, dtype=dtype)
 
     def of_one(self, op: Op, value: int) -> int:
         """Return a reduction or a scan of one element: the element itself, in the dtype of the result."""
@@ -151,11 +161,10 @@ class Builder(ABC):
         if inside is None and partial:
             return index, None, True
         position = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
-        remainder = self.integer(op, aten.remainder.Scalar, position, step, f"{op.name}_over")
-        equal = (("self", Value(remainder)), ("other", 0))
-        is_element = self.emit(Compute(aten.eq.Scalar, equal, torch.bool), f"{op.name}_hit")
+        remainder = self.apply(f"{op.name}_over", REMAINDER, position, other=step)
+        is_element = self.apply(f"{op.name}_hit", EQ, remainder, other=0)
         is_element = is_element if inside is None else self.both(inside, is_element)
-        number = self.integer(op, aten.floor_divide.default, position, step, f"{op.name}_number")
+        number = self.apply(f"{op.name}_number", FLOOR_DIVIDE, position, other=step)
         return self.indirect(op, number, length, signed=False), is_element, False
 
     def in_block(
@@ -172,39 +181,24 @@ class Builder(ABC):
             return number, inside, over >= size
         here = self.emit(Coordinate(index, torch.int64), f"{op.name}_position")
         if size < step:
-            over = self.integer(op, aten.remainder.Scalar, here, step, f"{op.name}_over")
-            before = (("self", Value(over)), ("other", size))
-            hit = self.emit(Compute(aten.lt.Scalar, before, torch.bool), f"{op.name}_hit")
+            over = self.apply(f"{op.name}_over", REMAINDER, here, other=step)
+            hit = self.apply(f"{op.name}_hit", LT, over, other=size)
             inside = hit if inside is None else self.both(inside, hit)
-        number = self.integer(op, aten.floor_divide.default, here, step, f"{op.name}_number")
+        number = self.apply(f"{op.name}_number", FLOOR_DIVIDE, here, other=step)
         return self.indirect(op, number, length, signed=False), inside, False
 
     def indirect(self, op: Op, node: int, length: Dim, signed: bool) -> Index:
         """Return the index whose value is that of `node`. signed: negative values count from the end."""
         if signed:
             dtype = self.nodes[node].dtype
-            zero = self.constant(0, dtype, "zero")
-            negative = self.emit(
-                Compute(aten.lt.Tensor, (("self", Value(node)), ("other", Value(zero))), torch.bool),
-                f"{op.name}_negative",
-            )
-            wrapped: Compute | Coordinate = Coordinate(Index(length, ((~node, 1),)), dtype)
+            negative = self.apply(f"{op.name}_negative", LT, node, self.constant(0, dtype, "zero"))
             if isinstance(length, int):
-                wrapped = Compute(
-                    aten.add.Tensor, (("self", Value(node)), ("other", length), ("alpha", 1)), dtype
-                )
-            node = self.choose(
-                negative, self.emit(wrapped, f"{op.name}_wrapped"), node, dtype, f"{op.name}_index"
-            )
+                from_end = self.apply(f"{op.name}_wrapped", ADD, node, other=length)
+            else:
+                from_end = self.emit(Coordinate(Index(length, ((~node, 1),)), dtype), f"{op.name}_wrapped")
+            node = self.choose(negative, from_end, node, dtype, f"{op.name}_index")
         self.extents.indirect[~node] = length
         return Index(0, ((~node, 1),))
-
-    def integer(self, op: Op, target: OpOverload, node: int, other: object, name: str = "") -> int:
-        """Return the node of a binary operation on an integer and a constant."""
-        operands = (("self", Value(node)), ("other", other))
-        operands += (("alpha", 1),) if target is aten.add.Tensor else ()
-        name = name or f"{op.name}_{target._opname}"
-        return self.emit(Compute(target, operands, self.nodes[node].dtype), name)
 
     def zero_outside(self, value: int, inside: int, dtype: torch.dtype, name: str) -> int:
         """Return a node that holds `value` where `inside` is true and zero elsewhere. A load masked by
@@ -215,10 +209,7 @@ class Builder(ABC):
         return self.choose(inside, value, self.constant(0, dtype, "zero"), dtype, name)
 
     def both(self, a: int, b: int) -> int:
-        return self.emit(
-            Compute(aten.logical_and.default, (("self", Value(a)), ("other", Value(b))), torch.bool), "inside"
-        )
+        return self.apply("inside", AND, a, b)
 
     def choose(self, condition: int, a: int, b: int, dtype: torch.dtype, name: str) -> int:
-        operands = (("condition", Value(condition)), ("self", Value(a)), ("other", Value(b)))
-        return self.emit(Compute(aten.where.self, operands, dtype), name)
+        return self.apply(name, WHERE, condition, a, b, dtype=dtype)

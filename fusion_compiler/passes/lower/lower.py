@@ -56,7 +56,9 @@ from fusion_compiler.ir.loops import (
     axes_in,
 )
 from fusion_compiler.ir.writes import meta_of, stored_shape
+from fusion_compiler.ops.arithmetic import ADD, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, OR
 from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.schema import bound
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.ops.views import Permuted
 from fusion_compiler.passes.lower import scans
@@ -80,12 +82,9 @@ from fusion_compiler.passes.lower.space import (
 )
 from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
 
-aten = torch.ops.aten
 # A program has each row of a product as a value of its own, and so each of the few elements that a tensor has
 # for every row of the space: a reduction of such values is an expression.
-UNROLLED: dict[str | None, OpOverload] = {
-    "sum": aten.add.Tensor, "max": aten.maximum.default, "min": aten.minimum.default,
-}  # fmt: skip
+UNROLLED: dict[str | None, OpOverload] = {"sum": ADD, "max": MAXIMUM, "min": MINIMUM}
 # Elements of one unrolled reduction, and of all pieces together: the attention of one decoding step had
 # sixty-four, and took more than a minute to compile.
 MOST_UNROLLED, MOST_TERMS = 8, 16
@@ -541,33 +540,24 @@ class Lowering(Builder):
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")
         operands: list[tuple[str, object]] = []
-        schema = op.target._schema.arguments  # type: ignore[union-attr]
-        kwargs = dict(op.kwargs)
-        for position, argument in enumerate(schema):
-            arg = (
-                op.args[position]
-                if position < len(op.args)
-                else kwargs.get(argument.name, argument.default_value)
-            )
+        for name, arg in bound(spec.target, op.args, dict(op.kwargs)).items():
             if isinstance(arg, Ref):
-                operands.append((argument.name, Value(self.operand(op, arg.name, coords, within))))
+                operands.append((name, Value(self.operand(op, arg.name, coords, within))))
             elif isinstance(arg, bool | int | float | str) or arg is None:
-                operands.append((argument.name, arg))
+                operands.append((name, arg))
             elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
-                operands.append((argument.name, str(arg)))
+                operands.append((name, str(arg)))
             elif isinstance(arg, sympy.Expr) and arg.is_integer:  # a size
                 size = Coordinate(Index(arg, ()), torch.int64)
-                operands.append((argument.name, Value(self.emit(size, f"{op.name}_size"))))
+                operands.append((name, Value(self.emit(size, f"{op.name}_size"))))
             else:
-                raise Illegal(
-                    "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
-                )
+                raise Illegal("operand", f"{name}={arg} of {op.name} is neither a tensor nor a constant")
         dtype = op.outputs[0].dtype
         if spec.discontinuous:
             operands = self.rounder.comparable(op, operands)
         reproducible = self.rounder.rounding.pins(op)
         bf16 = spec.bf16 is not None and dtype is torch.bfloat16 and not reproducible
-        compute = Compute(op.target, tuple(operands), compute_dtype(dtype), bf16, reproducible)  # type: ignore[arg-type]
+        compute = Compute(spec.target, tuple(operands), compute_dtype(dtype), bf16, reproducible)
         node = self.emit(compute, op.name)
         return self.rounder.rounded(op, node)
 
@@ -646,7 +636,7 @@ class Lowering(Builder):
             value = self.value(op.first, tuple(at[d] for d in range(len(reduced.shape))), None)
             value = self.converted(value, dtype, op.name)
             if total is not None:
-                value = self.computed(UNROLLED[spec.combine], total, value, dtype, op.name)
+                value = self.apply(op.name, UNROLLED[spec.combine], total, value)
             total = value
         assert total is not None
         return self.rounder.rounded(op, total)
@@ -752,23 +742,13 @@ class Lowering(Builder):
             return self.rounder.rounded(op, node)
         operand_dtype = self.nodes[value].dtype
         best = self.emit(Reduce(spec.combine[3:], value, axes, operand_dtype), f"{op.name}_value")
-        hit = self.emit(
-            Compute(aten.eq.Tensor, (("self", Value(value)), ("other", Value(best))), torch.bool),
-            f"{op.name}_hit",
-        )
+        hit = self.apply(f"{op.name}_hit", EQ, value, best)
         if operand_dtype.is_floating_point:
-            nan = self.emit(
-                Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan"
-            )
-            hit = self.emit(
-                Compute(aten.logical_or.default, (("self", Value(hit)), ("other", Value(nan))), torch.bool),
-                f"{op.name}_hit",
-            )
+            hit = self.apply(f"{op.name}_hit", OR, hit, self.apply(f"{op.name}_nan", IS_NAN, value))
         integer = torch.int32 if fits_int32 else torch.int64
         position_node = self.emit(Coordinate(position, integer), f"{op.name}_position")
         never = self.emit(Constant(torch.iinfo(integer).max, integer), "never")
-        first = (("condition", Value(hit)), ("self", Value(position_node)), ("other", Value(never)))
-        candidates = self.emit(Compute(aten.where.self, first, integer), f"{op.name}_candidate")
+        candidates = self.choose(hit, position_node, never, integer, f"{op.name}_candidate")
         return self.widened(Reduce("min", candidates, axes, integer), op.name)
 
     def combine_product(self, op: Op, coords: Coords, axes: frozenset[int]) -> int:
@@ -782,24 +762,18 @@ class Lowering(Builder):
         else:
             right = looked_up(self, op, factors.right, (ZERO, k, n), [(m,)], None)
         dtype = compute_dtype(op.outputs[0].dtype)
-        term = self.computed(aten.mul.Tensor, left, right, dtype, f"{op.name}_terms")
+        term = self.apply(f"{op.name}_terms", MUL, left, right, dtype=dtype)
         node = self.emit(Reduce("sum", term, axes, dtype), op.name)
         if factors.alpha != 1:
             alpha = self.constant(factors.alpha, dtype, "alpha")
-            node = self.computed(aten.mul.Tensor, node, alpha, dtype, op.name)
+            node = self.apply(op.name, MUL, node, alpha)
         if factors.added is not None and factors.beta != 0:
             added = self.operand(op, factors.added, (*batch, m, n), None)
             if factors.beta != 1:
                 beta = self.constant(factors.beta, dtype, "beta")
-                added = self.computed(aten.mul.Tensor, added, beta, dtype, op.name)
-            node = self.computed(aten.add.Tensor, node, added, dtype, op.name)
+                added = self.apply(op.name, MUL, added, beta)
+            node = self.apply(op.name, ADD, node, added, dtype=dtype)
         return self.rounder.rounded(op, node)
-
-    def computed(self, target: OpOverload, left: int, right: int, dtype: torch.dtype, name: str) -> int:
-        """Return the node of a binary operator of two values."""
-        more = (("alpha", 1),) if target is aten.add.Tensor else ()
-        operands = (("self", Value(left)), ("other", Value(right)), *more)
-        return self.emit(Compute(target, operands, dtype), name)
 
     def counts_in_32_bits(self, axes: frozenset[int]) -> bool:
         """True if int32 can count the elements along some axes. Programs can exchange int32."""

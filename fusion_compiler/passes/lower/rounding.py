@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusion_compiler.ir.dag import Op, Ref, TensorMeta
-from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Scan, Value
+from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Scan, Value, applied
+from fusion_compiler.ops.arithmetic import CAST
 from fusion_compiler.passes.lower.builder import Builder
 
-aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
-# Ops whose result is one of their operands or its negative. It is representable in every dtype in which these
-# are.
-_CHOOSING = frozenset({
-    aten.where.self, aten.maximum.default, aten.minimum.default, aten.relu.default, aten.abs.default,
-    aten.neg.default, aten.clone.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp.Tensor,
-})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -110,9 +104,8 @@ class Rounder:
         return Value(self.build.converted(operand.node, dtype, source.name))
 
     def _converted(self, node: int, dtype: torch.dtype, reproducible: bool, name: str) -> int:
-        operands = (("self", Value(node)), ("rounding", str(dtype)))
-        cast = Compute(aten._to_copy.default, operands, torch.float32, reproducible=reproducible)
-        return self.build.emit(cast, name)
+        cast = applied(self.nodes, CAST, node, dtype=torch.float32, rounding=str(dtype))
+        return self.build.emit(replace(cast, reproducible=reproducible), name)
 
     def _is_representable(self, number: int, dtype: torch.dtype) -> bool:
         """True if all values of a node are representable in `dtype`."""
@@ -132,7 +125,7 @@ class Rounder:
             case Compute():
                 if dict(node.operands).get("rounding") is not None:
                     return dict(node.operands)["rounding"] == str(dtype)
-                return node.target in _CHOOSING and all(
+                return node.spec.chooses and all(
                     self._is_representable(a.node, dtype) if isinstance(a, Value) else _fits(a, dtype)
                     for name, a in node.operands
                     if name != "condition"

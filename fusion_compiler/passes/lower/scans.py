@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.ir.index import axis, combine, shifted
-from fusion_compiler.ir.loops import COLS, Compute, Coordinate, Index, InRange, Reduce, Scan, Value, axes_in
+from fusion_compiler.ir.loops import COLS, Coordinate, Index, InRange, Reduce, Scan, axes_in
+from fusion_compiler.ops.arithmetic import EQ, IS_NAN, OR
 from fusion_compiler.ops.table import spec_of
 from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 
-aten = torch.ops.aten
 MOST = 2**31  # int32 counts the positions of fewer elements than this
 WORD = 4  # bytes of the shortest integer that is scanned; shorter ones are truncated from it
 
@@ -67,7 +66,7 @@ def scan_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
 
 
 def _flips(op: Op, dim: int) -> bool:
-    dims = op.args[1] if op.target is aten.flip.default else ()
+    dims = op.args[1] if op.target is torch.ops.aten.flip.default else ()
     return dim in [wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
 
 
@@ -135,10 +134,10 @@ def _last_place(build: Builder, op: Op, value: int, place: Index, reverse: bool)
     spec, dtype = spec_of(op.target), build.nodes[value].dtype
     assert spec is not None and spec.combine is not None
     best = _scanned(build, op, spec.combine.removeprefix("arg"), value, dtype, reverse)
-    is_best = _truth(build, op, aten.eq.Tensor, self=value, other=best)
+    hit = f"{op.name}_hit"
+    is_best = build.apply(hit, EQ, value, best)
     if dtype.is_floating_point:
-        nan = _truth(build, op, aten.isnan.default, self=value)
-        is_best = _truth(build, op, aten.logical_or.default, self=is_best, other=nan)
+        is_best = build.apply(hit, OR, is_best, build.apply(hit, IS_NAN, value))
     integer = _position_dtype(op)
     position = build.emit(Coordinate(place, integer), f"{op.name}_position")
     first = build.constant(0, integer, f"{op.name}_first")
@@ -151,11 +150,6 @@ def _position_dtype(op: Op) -> torch.dtype:
     dim = scanned_dim(op)
     size = 1 if dim is None else op.outputs[0].shape[dim]
     return torch.int32 if isinstance(size, int) and size < MOST else torch.int64
-
-
-def _truth(build: Builder, op: Op, target: OpOverload, **operands: int) -> int:
-    values = tuple((name, Value(node)) for name, node in operands.items())
-    return build.emit(Compute(target, values, torch.bool), f"{op.name}_hit")
 
 
 def _scanned(build: Builder, op: Op, combine: str, value: int, dtype: torch.dtype, reverse: bool) -> int:

@@ -19,18 +19,17 @@ from fusion_compiler.ir.index import ZERO, combine, flatten, shifted
 from fusion_compiler.ir.loops import (
     RAGGED,
     Checked,
-    Compute,
     Coordinate,
     Index,
     InRange,
     Random,
     Reduce,
-    Value,
     axes_in,
     axes_of,
     exact,
 )
 from fusion_compiler.ir.writes import indexed
+from fusion_compiler.ops.arithmetic import ADD, FLOOR_DIVIDE, LT, MINIMUM, MUL
 from fusion_compiler.ops.own import sum_rows
 from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower import windows
@@ -223,10 +222,9 @@ def _in_fractions(build: Builder, op: Op, place: Index, start: float, step: floa
     """Return start + step * place in floating point."""
     dtype = compute_dtype(op.outputs[0].dtype)
     position = build.emit(Coordinate(place, torch.int64), f"{op.name}_position")
-    scaled = (("self", Value(build.converted(position, dtype, op.name))), ("other", step))
-    steps = build.emit(Compute(aten.mul.Tensor, scaled, dtype), f"{op.name}_steps")
-    moved = (("self", Value(steps)), ("other", start), ("alpha", 1))
-    return build.emit(Compute(aten.add.Tensor, moved, dtype), op.name)
+    place_in_dtype = build.converted(position, dtype, op.name)
+    steps = build.apply(f"{op.name}_steps", MUL, place_in_dtype, other=step)
+    return build.apply(op.name, ADD, steps, other=start)
 
 
 def looked_up(
@@ -266,15 +264,14 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     first, last = _ends(build, op, coords[:1], within)
     along = build.ragged_axis(first, last)
     turn = build.emit(Coordinate(Index(0, ((~first, 1), (along, 1))), torch.int64), f"{op.name}_turn")
-    bounds = (("self", Value(turn)), ("other", Value(last)))
-    inside = build.emit(Compute(aten.lt.Tensor, bounds, torch.bool), "inside")
+    inside = build.apply("inside", LT, turn, last)
     read = inside if within is None else build.both(within, inside)
     place = turn
     if isinstance(order, Ref):
         count = build.dag.op(order.name).outputs[0].shape[0]
         place = build.value(order.name, (build.indirect(op, turn, count, False),), read)
     if each != 1:
-        place = build.integer(op, aten.floor_divide.default, place, each)
+        place = build.apply(f"{op.name}_floor_divide", FLOOR_DIVIDE, place, other=each)
     count = build.dag.op(rows).outputs[0].shape[0]
     value = build.value(rows, (build.indirect(op, place, count, False), coords[1]), read)
     axes = axes_of(build.nodes)
@@ -296,20 +293,19 @@ def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int,
         if unit == 1:
             return node
         assert isinstance(unit, int)
-        above = build.integer(op, aten.add.Tensor, node, unit - 1)
-        return build.integer(op, aten.floor_divide.default, above, unit)
+        above = build.apply(f"{op.name}_add", ADD, node, other=unit - 1)
+        return build.apply(f"{op.name}_floor_divide", FLOOR_DIVIDE, above, other=unit)
 
     stops = round_up(build.value(last.name, row, within), unit)
     if isinstance(first, Ref):
         begins = round_up(build.value(first.name, row, within), unit)
-        limit = build.integer(op, aten.mul.Tensor, round_up(begins, block), block) if block else None
+        limit = build.apply(f"{op.name}_mul", MUL, round_up(begins, block), other=block) if block else None
     else:
         begins = build.emit(Coordinate(combine([(row[0], block)]), torch.int64), f"{op.name}_first")
-        limit = build.integer(op, aten.add.Tensor, begins, block)
+        limit = build.apply(f"{op.name}_add", ADD, begins, other=block)
     if limit is None:
         return begins, stops
-    both = (("self", Value(stops)), ("other", Value(limit)))
-    return begins, build.emit(Compute(aten.minimum.default, both, torch.int64), f"{op.name}_last")
+    return begins, build.apply(f"{op.name}_last", MINIMUM, stops, limit, dtype=torch.int64)
 
 
 def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:

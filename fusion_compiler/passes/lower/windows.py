@@ -27,7 +27,8 @@ from torch._ops import OpOverload
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.dims import Dim, not_above, simple
 from fusion_compiler.ir.index import ZERO, combine, shifted
-from fusion_compiler.ir.loops import Compute, Coordinate, Index, Reduce, Value
+from fusion_compiler.ir.loops import Coordinate, Index, Reduce, Value
+from fusion_compiler.ops.arithmetic import BITS_NOT, DIV, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, SUB
 from fusion_compiler.ops.own import depthwise, max_pool
 from fusion_compiler.ops.schema import bound
 from fusion_compiler.passes.lower.builder import Builder
@@ -141,17 +142,16 @@ def _place_of_maximum(build: Builder, op: Op, coords: Coords, within: int | None
     rows, cols = taps
     image: Any = _shape(build, op.operand("input"))[-2:]
     high = 1 << max_pool.bits_of(image, *_geometry(op))
-    hit = _computed(build, op, aten.eq.Tensor, value, largest, torch.bool)
+    hit = build.apply(f"{op.name}_eq", EQ, value, largest)
     hit = hit if inside is None else build.both(inside, hit)
-    nan = build.emit(Compute(aten.isnan.default, (("self", Value(value)),), torch.bool), f"{op.name}_nan")
+    nan = build.apply(f"{op.name}_nan", IS_NAN, value)
     number = _coordinate(build, op, combine([(rows, high), (cols, 1)]))
     mirrored = _coordinate(build, op, combine([(Index(-1, ()), 1), (rows, -high), (cols, -1)]))
     key = build.constant(torch.iinfo(torch.int8).max, torch.int32, op.name)
     for condition, other in ((nan, mirrored), (hit, number)):
         key = build.choose(condition, other, key, torch.int32, f"{op.name}_key")
     least = _reduced(build, op, "min", key, taps)
-    again = build.emit(Compute(aten.bitwise_not.default, (("self", Value(least)),), torch.int32), op.name)
-    taken = _computed(build, op, aten.maximum.default, least, again, torch.int32)
+    taken = build.apply(f"{op.name}_maximum", MAXIMUM, least, build.apply(op.name, BITS_NOT, least))
     return build.converted(taken, op.outputs[0].dtype, op.name)
 
 
@@ -193,7 +193,7 @@ def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
 
 def _divisor(build: Builder, op: Op, windows: Windows, at: Coords) -> Value | int:
     """Return what sums of windows are divided by: a number, or where it differs the node that holds it."""
-    named, dtype = _named(op), torch.int32
+    named = _named(op)
     if named["divisor_override"] is not None:
         return named["divisor_override"]
     number, node = 1, None
@@ -210,25 +210,21 @@ def _divisor(build: Builder, op: Op, windows: Windows, at: Coords) -> Value | in
         begin = shifted(combine([(window, s)]), -p)
         first, last = _coordinate(build, op, begin), _coordinate(build, op, shifted(begin, k))
         if low > -p:
-            first = _computed(build, op, aten.maximum.default, first, _coordinate(build, op, ZERO), dtype)
+            first = build.apply(f"{op.name}_maximum", MAXIMUM, first, _coordinate(build, op, ZERO))
         if not ends_inside:
-            end = _coordinate(build, op, Index(high, ()))
-            last = _computed(build, op, aten.minimum.default, last, end, dtype)
-        length = _computed(build, op, aten.sub.Tensor, last, first, dtype)
-        node = length if node is None else _computed(build, op, aten.mul.Tensor, node, length, dtype)
+            last = build.apply(f"{op.name}_minimum", MINIMUM, last, _coordinate(build, op, Index(high, ())))
+        length = build.apply(f"{op.name}_sub", SUB, last, first)
+        node = length if node is None else build.apply(f"{op.name}_mul", MUL, node, length)
     if node is None:
         return number
     if number != 1:
-        node = build.integer(op, aten.mul.Tensor, node, number, f"{op.name}_count")
+        node = build.apply(f"{op.name}_count", MUL, node, other=number)
     return Value(build.converted(node, compute_dtype(op.outputs[0].dtype), f"{op.name}_count"))
 
 
 def _divided(build: Builder, op: Op, value: int, divisor: Value | int) -> int:
     """Return the node of a value divided by a number or a node."""
-    if divisor == 1:
-        return value
-    operands = (("self", Value(value)), ("other", divisor))
-    return build.emit(Compute(aten.div.Tensor, operands, build.nodes[value].dtype), op.name)
+    return value if divisor == 1 else build.apply(op.name, DIV, value, other=divisor)
 
 
 # -- of both -------------------------------------------------------------------------------------------------
@@ -295,8 +291,7 @@ def _sum(build: Builder, op: Op, value: int | None, inner: Coords, factor: int |
     if value is None or any(build.extents.of(key) == 0 for index in inner for key, _ in index.terms):
         return build.constant(0, dtype, op.name)
     if factor is not None:
-        operands = (("self", Value(value)), ("other", Value(factor)))
-        value = build.emit(Compute(aten.mul.Tensor, operands, dtype), f"{op.name}_terms")
+        value = build.apply(f"{op.name}_terms", MUL, value, factor, dtype=dtype)
     return _reduced(build, op, "sum", value, inner)
 
 
@@ -304,13 +299,6 @@ def _reduced(build: Builder, op: Op, combine: str, value: int, inner: Coords) ->
     """Return the node that holds a value reduced over inner axes; without axes it is the value."""
     axes = frozenset(key for index in inner for key, _ in index.terms)
     return build.emit(Reduce(combine, value, axes, build.nodes[value].dtype), op.name) if axes else value
-
-
-def _computed(build: Builder, op: Op, target: OpOverload, left: int, right: int, dtype: torch.dtype) -> int:
-    """Return the node of a binary operator of two nodes."""
-    more = (("alpha", 1),) if target is aten.sub.Tensor else ()
-    operands = (("self", Value(left)), ("other", Value(right)), *more)
-    return build.emit(Compute(target, operands, dtype), f"{op.name}_{target._opname}")
 
 
 def _coordinate(build: Builder, op: Op, index: Index) -> int:

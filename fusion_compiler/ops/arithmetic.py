@@ -1,0 +1,32 @@
+"""Name the operators that the compiler itself writes into loop nests and looks for in them, and the products.
+
+A name stands for all overloads of its row in the table: `ir.loops.applied` makes a node of the overload that
+stands here, and `ir.loops.is_applied` is true for any other one as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+ADD, SUB, MUL, DIV = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
+FLOOR_DIVIDE, REMAINDER = aten.floor_divide.default, aten.remainder.Tensor
+ABS, EXP, ERF, ERFC = aten.abs.default, aten.exp.default, aten.erf.default, aten.erfc.default
+POW = aten.pow.Tensor_Scalar
+MAXIMUM, MINIMUM, AT_LEAST = aten.maximum.default, aten.minimum.default, aten.clamp_min.default
+EQ, LT, GE = aten.eq.Tensor, aten.lt.Tensor, aten.ge.Tensor
+AND, OR, IS_NAN = aten.logical_and.default, aten.logical_or.default, aten.isnan.default
+BITS_NOT, BITS_AND, RIGHT_SHIFT = (
+    aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_right_shift.Tensor,
+)  # fmt: skip
+WHERE, CAST = aten.where.self, aten._to_copy.default
+
+# The arguments that are the factors of a matrix product. A `self` beside them is added to it.
+MATRIX_PRODUCTS: Mapping[OpOverload, tuple[str, str]] = {
+    aten.mm.default: ("self", "mat2"), aten.bmm.default: ("self", "mat2"),
+    aten.addmm.default: ("mat1", "mat2"), aten.baddbmm.default: ("batch1", "batch2"),
+}  # fmt: skip
