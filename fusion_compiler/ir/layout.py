@@ -18,6 +18,7 @@ from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, reg
 from fusion_compiler.ir.loops import Index
 from fusion_compiler.ops import lookups, views
 from fusion_compiler.ops.schema import bound
+from fusion_compiler.ops.table import Form, form_of
 from fusion_compiler.ops.views import Diagonal, Expanded, Part, Permuted, Reshaped, Selected
 
 
@@ -66,6 +67,20 @@ def lookups_of(dag: OpDag, op: Op) -> lookups.Lookups | None:
     if not isinstance(op.target, OpOverload):
         return None
     return lookups.lookups_of(op.target, op.arguments, lambda a: len(dag.op(a.name).outputs[0].shape))
+
+
+def lookups_of_node(node: fx.Node) -> lookups.Lookups | None:
+    """Return what an fx node looks up by indices that are data, each a node; None for another node."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    named = bound(node.target, node.args, node.kwargs)
+    return lookups.lookups_of(node.target, named, lambda a: a.meta["val"].dim())
+
+
+def reversed_dims(op: Op) -> frozenset[int]:
+    """Return the dimensions that an op counts from their ends: none unless it is a flip."""
+    dims = op.arguments["dims"] if form_of(op.target) is Form.REVERSAL else ()
+    return frozenset(views.wrap(d, len(op.outputs[0].shape)) for d in dims)
 
 
 def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tuple[str, tuple[Index, ...]]:

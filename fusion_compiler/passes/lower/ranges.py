@@ -55,11 +55,16 @@ def lookups(dag: OpDag, op: Op) -> tuple[Lookup, ...]:
     for dim, index in looked.indices:
         length = shape[dim] if shape else 1
         low = simple(-length) if looked.wraps else 0
-        smallest, largest = _Ranges(dag).of(index.name, DEEPEST)
+        smallest, largest = range_of(dag, index.name)
         in_bounds = not_above(low, smallest) and not_above(largest, simple(length - 1))
         unproved = "" if in_bounds or looked.in_bounds else _title(op)
         result.append(Lookup(dim, index.name, low, length, unproved))
     return tuple(result)
+
+
+def range_of(dag: OpDag, name: str) -> Range:
+    """Return (smallest, largest) of an op's elements; the dtype's range if nothing else is known."""
+    return _Ranges(dag).of(name, DEEPEST)
 
 
 def _title(op: Op) -> str:

@@ -22,6 +22,8 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, emit, size_of
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ir.layout import lookups_of_node
+from fusion_compiler.ops.lookups import GATHERS, Lookups
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
@@ -40,48 +42,33 @@ class _Progression:
 
 
 def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
-    emitter = _FORMS[node.target](node, written)
+    looked, named = lookups_of_node(node), arguments(node)
+    assert looked is not None
+    is_special = named.get("padding_idx", -1) >= 0 or named.get("scale_grad_by_freq") or named.get("sparse")
+    if looked.is_pointwise or is_special:
+        return None
+    emitter = _part_of(node, looked, written) or _one_of_each(node, looked, written)
     return emitter and Replacement(lambda nodes: emitter(nodes[node]), "no lookup by data")
 
 
 Emitter = Callable[[fx.Node], fx.Node]
 
 
-def _selected(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """Return the emitter for index_select, whose index has one dimension."""
-    named = arguments(node)
-    source, index = named["self"].meta["val"], named["index"]
-    if source.dim() == 0 or index.meta["val"].dim() != 1:
+def _part_of(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter | None:
+    """Return the emitter for a lookup by one index that is a progression."""
+    shape = arguments(node)[looked.operand].meta["val"].shape
+    if len(looked.indices) != 1 or not shape:
         return None
-    dim = named["dim"] % source.dim()
-    progression = _progression(index, source.shape[dim], written)
-    return progression and (
-        lambda node: _part(node, arguments(node)["self"], dim, arguments(node)["index"], progression)
-    )
+    ((dim, index),) = looked.indices
+    progression = _progression(index, shape[dim], written, wraps=looked.wraps)
+    return progression and (lambda node: _part(node, dim, progression))
 
 
-def _embedded(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    named = arguments(node)
-    progression = _progression(named["indices"], named["weight"].meta["val"].shape[0], written)
-    if not progression or named["padding_idx"] >= 0 or named["scale_grad_by_freq"] or named["sparse"]:
-        return None
-    return lambda node: _part(node, arguments(node)["weight"], 0, arguments(node)["indices"], progression)
-
-
-def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
-    """Return the emitter for index.Tensor by one index, or by two of which one counts the rows that the other
-    chooses from."""
-    named = arguments(node)
-    shape, indices = named["self"].meta["val"].shape, list(named["indices"])
-    dims = [d for d, index in enumerate(indices) if index is not None]
-    if len(dims) == 1:
-        (dim,) = dims
-        progression = _progression(indices[dim], shape[dim], written, wraps=True)
-        if progression is None:
-            return None
-        return lambda node: _part(
-            node, arguments(node)["self"], dim, arguments(node)["indices"][dim], progression
-        )
+def _one_of_each(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter | None:
+    """Return the emitter for a lookup by two indices of which one counts the rows that the other chooses
+    from."""
+    indices = dict(looked.indices)
+    dims, shape = [*indices], arguments(node)[looked.operand].meta["val"].shape
     if len(dims) != 2 or dims[1] != dims[0] + 1:
         return None
     for count, choice in (dims, dims[::-1]):
@@ -90,15 +77,8 @@ def _indexed(node: fx.Node, written: set[fx.Node]) -> Emitter | None:
         plain = flat and chosen.dtype in (torch.int64, torch.int32)
         all_of = plain and expression(chosen.shape[0]) == expression(shape[count])
         if all_of and _progression(indices[count], shape[count], written) == _Progression(0, 1, (0,)):
-            return lambda node: _one_of_each(node, count, choice)
+            return lambda node: _gathered(node, count, choice)
     return None
-
-
-_FORMS: dict[object, Callable[[fx.Node, set[fx.Node]], Emitter | None]] = {
-    _aten.index_select.default: _selected,
-    _aten.embedding.default: _embedded,
-    _aten.index.Tensor: _indexed,
-}
 
 
 def _progression(
@@ -134,8 +114,12 @@ def _progression(
     return _Progression(int(start), step, dims) if static or abs(step) == 1 else None
 
 
-def _part(node: fx.Node, source: fx.Node, dim: int, index: fx.Node, p: _Progression) -> fx.Node:
-    """Emit the part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
+def _part(node: fx.Node, dim: int, p: _Progression) -> fx.Node:
+    """Emit the part of a lookup's operand that the index of its dimension `dim` selects, as a new contiguous
+    tensor."""
+    looked = lookups_of_node(node)
+    assert looked is not None
+    source, ((_, index),) = arguments(node)[looked.operand], looked.indices
     shape, rank = index.meta["val"].shape, index.meta["val"].dim()
     static = all(isinstance(shape[d], int) for d in p.dims)
     if static:
@@ -177,7 +161,7 @@ def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any,
     return emit(node, operator.sub, p.start + 1, count), p.start + 1
 
 
-def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
+def _gathered(node: fx.Node, count: int, choice: int) -> fx.Node:
     """Gather along dimension `choice` the element that each place along `count` chooses."""
     source, chosen = arguments(node)["self"], arguments(node)["indices"][choice]
     rank = source.meta["val"].dim()
@@ -196,7 +180,7 @@ def _one_of_each(node: fx.Node, count: int, choice: int) -> fx.Node:
 
 AFFINE_LOOKUPS = Pass(
     RULE,
-    Replacements(RULE, (*_FORMS,), _look),
+    Replacements(RULE, GATHERS, _look),
     does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
     when="the index is proved to be such a function",
     gains="their gradients are no scatters",
