@@ -35,12 +35,13 @@ from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs,
 from fusion_compiler.ir.calls import is_backward, mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.effects import has_effect, is_random
-from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.layout import is_view_node, lookups_of_node
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.reproducible import mark_reproducible
+from fusion_compiler.ops.lookups import Lookups
 from fusion_compiler.ops.own.random import merge_seeds
 from fusion_compiler.ops.own.recurrent import FORWARDS
-from fusion_compiler.ops.table import is_always_held
+from fusion_compiler.ops.table import OPS, Form, form_of, is_always_held
 
 _aten = torch.ops.aten
 # The cut nearest to the sink is the same for every maximum flow. For 32 layers the default algorithm takes
@@ -188,16 +189,12 @@ def look_up_again(graph: fx.Graph) -> None:
     Changes the graph in place. A saved result costs memory, and a store in forward that no cluster needs.
     """
     for node in graph.nodes:
-        if node.target not in _LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
+        is_lookup = form_of(node.target) is Form.LOOKUP
+        if not is_lookup or is_backward(node) or not any(map(is_backward, node.users)):
             continue
         sizes = (hinted(node.args[0].meta["val"].numel()), hinted(node.meta["val"].numel()))
         if sizes[0] < sizes[1] and all(map(_reads_on_the_way, node.users)):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-_LOOKUPS = frozenset({
-    _aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.embedding.default
-})  # fmt: skip
 
 
 def _reads_on_the_way(node: fx.Node) -> bool:
@@ -210,8 +207,8 @@ def _reads_on_the_way(node: fx.Node) -> bool:
 def keep_records(graph: fx.Graph) -> None:
     """Mark the operands and results of recurrent layers as saved, in place.
 
-    The record of a layer (`ir.recurrent`) refers to their memory, which must not be overwritten before the
-    backward pass. A layer that a checkpointed region runs again makes a new record.
+    The record of a layer (`ops.own.recurrent`) refers to their memory, which must not be overwritten before
+    the backward pass. A layer that a checkpointed region runs again makes a new record.
     """
     for node in graph.nodes:
         if node.target in FORWARDS and "recompute" not in node.meta:
@@ -235,8 +232,9 @@ def merge_equal(graph: fx.Graph) -> None:
         elif _repeatable(node) and _storage(node) not in returned:
             first = first_calls.setdefault(_equality_key(node), node)
             if first is not node:
-                if node.target is _aten.gather.default is not first.target:  # `gather` refuses more
-                    first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
+                looked, replaced = _check_of(first), _check_of(node)
+                if looked and replaced and looked.wraps and not replaced.wraps:  # `gather` refuses more
+                    first.target, first.args = node.target, (node.args[0], 0, looked.indices[0][1])
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
@@ -249,15 +247,17 @@ def _equality_key(node: fx.Node) -> Any:
     negative numbers wrap around. Numbers that `gather` has checked do not wrap around. So both calls have the
     same key, through whatever views they read the numbers.
     """
-    count = node.args[0] if node.args else None
-    if node.target in _CHECKS and isinstance(count, fx.Node) and count.target is _aten.arange.default:
-        numbers = node.args[2] if node.target is _aten.gather.default else node.args[1][0]  # type: ignore[index]
-        if len(node.args[1:]) < 3 and numbers.meta["val"].ndim == 1:  # type: ignore[union-attr]
-            return count, place(numbers)  # type: ignore[arg-type]
+    if (looked := _check_of(node)) is not None:
+        return node.args[0], place(looked.indices[0][1])
     return node.target, exact(node.args), exact(node.kwargs)
 
 
-_CHECKS = (_aten.gather.default, _aten.index.Tensor)
+def _check_of(node: fx.Node) -> Lookups | None:
+    """Return the lookup of numbers in an `arange`, which has itself as its result."""
+    looked = lookups_of_node(node)
+    if looked is None or looked.in_bounds or form_of(node.args[0].target) is not Form.COUNT:  # type: ignore[union-attr]
+        return None
+    return looked if looked.indices[0][1].meta["val"].ndim == 1 else None
 
 
 def _repeatable(node: fx.Node) -> bool:
@@ -276,16 +276,6 @@ def _storage(node: fx.Node) -> StorageWeakRef | None:
 
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:
-    more = OrderedSet[Callable[..., Any]](
-        [
-            torch.ops.prims.iota,
-            _aten.full_like,
-            _aten.zeros_like,
-            _aten.ones_like,
-            _aten.scalar_tensor,
-            _aten.constant_pad_nd,
-            _aten.flip,
-            torch.ops.fusion_compiler.uniform,
-        ]
-    )
+    forms = (Form.FILL, Form.COUNT, Form.PADDING, Form.REVERSAL, Form.RANDOM)
+    more = OrderedSet[Callable[..., Any]](spec.target.overloadpacket for spec in OPS if spec.form in forms)
     return replace(ops, fusible_ops=ops.fusible_ops | more, recomputable_ops=ops.recomputable_ops | more)

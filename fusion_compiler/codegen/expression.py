@@ -12,7 +12,7 @@ import torch
 
 from fusion_compiler.ir.loops import Compute, Value, is_applied, wrapped
 from fusion_compiler.ops.arithmetic import WHERE
-from fusion_compiler.ops.syntax import Expression, Global, Literal, fm, tl
+from fusion_compiler.ops.syntax import Expression, Literal, fm, tl
 from fusion_compiler.ops.table import Operands
 
 CONDITIONS = frozenset({"condition", "mask"})  # operands that select among the others
@@ -81,10 +81,7 @@ def computed(
     row = spec.expr
     if fp16:
         row = (spec.bf16 if node.bf16 else None) or spec.fp16 or spec.expr
-    if isinstance(row, Global):  # its parameters do not have the schema's names
-        result = row(*(values[a.name] for a in spec.target._schema.arguments if a.name in values))
-    else:
-        result = row(**values)
+    result = spec.applied(row, values)
     # Triton's functions promote a literal to int32, and the other operand with it.
     arguments = [
         fetched[name][0] if name in fetched else arg for name, arg in node.operands if arg is not None

@@ -86,10 +86,15 @@ class Op:
         tensor."""
         return next(iter(self.inputs))
 
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Return the arguments of an ATen call by the names of its schema, with defaults filled in."""
+        assert isinstance(self.target, OpOverload)
+        return bound(self.target, self.args, dict(self.kwargs))
+
     def operand(self, argument: str) -> str:
         """Return the name of the op that is the argument of this name in the schema of an ATen call."""
-        assert isinstance(self.target, OpOverload)
-        named = bound(self.target, self.args, dict(self.kwargs))[argument]
+        named = self.arguments[argument]
         assert isinstance(named, Ref)
         return named.name
 

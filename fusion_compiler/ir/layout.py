@@ -16,8 +16,9 @@ from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.index import ZERO, Extents, NotExpressible, combine, regroup, shifted
 from fusion_compiler.ir.loops import Index
-from fusion_compiler.ops import views
+from fusion_compiler.ops import lookups, views
 from fusion_compiler.ops.schema import bound
+from fusion_compiler.ops.table import Form, form_of
 from fusion_compiler.ops.views import Diagonal, Expanded, Part, Permuted, Reshaped, Selected
 
 
@@ -42,22 +43,44 @@ def view_of_node(node: fx.Node) -> views.View | None:
     return views.view_of(node.target, source.meta["val"].shape, bound(node.target, node.args, node.kwargs))
 
 
-def argument(op: Op, position: int, name: str, default: object = None) -> object:
-    """Return an argument of an ATen call, positional or by keyword."""
-    if position < len(op.args):
-        return op.args[position]
-    return dict(op.kwargs).get(name, default)
-
-
 def view_of(dag: OpDag, op: Op) -> tuple[str, views.View]:
     """Return the operand of a view, and which elements of it the view has (`ops/views.py`)."""
     part = op.args[1] if op.target is operator.getitem else None
     call = op if part is None else dag.op(op.first)
     assert isinstance(call.target, OpOverload) and (part is None or isinstance(part, int))
     shape = dag.op(call.first).outputs[0].shape
-    view = views.view_of(call.target, shape, bound(call.target, call.args, dict(call.kwargs)), part)
+    view = views.view_of(call.target, shape, call.arguments, part)
     assert view is not None
     return call.first, view
+
+
+def overlay_of(op: Op) -> views.View:
+    """Return the part of its first operand that an overlay (`Form.OVERLAY`) replaces."""
+    assert isinstance(op.target, OpOverload)
+    view = views.view_of(op.target, op.outputs[0].shape, op.arguments)
+    assert view is not None
+    return view
+
+
+def lookups_of(dag: OpDag, op: Op) -> lookups.Lookups | None:
+    """Return what an op looks up by indices that are data, each a `Ref`; None for another op."""
+    if not isinstance(op.target, OpOverload):
+        return None
+    return lookups.lookups_of(op.target, op.arguments, lambda a: len(dag.op(a.name).outputs[0].shape))
+
+
+def lookups_of_node(node: fx.Node) -> lookups.Lookups | None:
+    """Return what an fx node looks up by indices that are data, each a node; None for another node."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    named = bound(node.target, node.args, node.kwargs)
+    return lookups.lookups_of(node.target, named, lambda a: a.meta["val"].dim())
+
+
+def reversed_dims(op: Op) -> frozenset[int]:
+    """Return the dimensions that an op counts from their ends: none unless it is a flip."""
+    dims = op.arguments["dims"] if form_of(op.target) is Form.REVERSAL else ()
+    return frozenset(views.wrap(d, len(op.outputs[0].shape)) for d in dims)
 
 
 def pull(dag: OpDag, op: Op, coords: tuple[Index, ...], extents: Extents) -> tuple[str, tuple[Index, ...]]:

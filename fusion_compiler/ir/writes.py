@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
 from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.effects import is_impure
-from fusion_compiler.ir.layout import is_view
+from fusion_compiler.ir.layout import is_view, lookups_of
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import written
 
@@ -76,13 +76,12 @@ def stored_shape(dag: OpDag, op: Op) -> tuple[Dim, ...]:
     """Return the shape of what an op stores: of its result, or of what `put_` puts into that."""
     if op.target is not put:
         return op.outputs[0].shape
-    shape = meta_of(dag, op.args[1]).shape
-    if len(op.args) < 4:
+    shape, lookups = meta_of(dag, op.arguments["view"]).shape, lookups_of(dag, op)
+    assert lookups is not None
+    if not lookups.indices:
         return shape
-    indices = op.args[3]
-    assert isinstance(indices, tuple)
-    used = [i for i, index in enumerate(indices) if index is not None]
-    start, common = indexed(used, [meta_of(dag, indices[i]).shape for i in used])
+    used = [dim for dim, _ in lookups.indices]
+    start, common = indexed(used, [meta_of(dag, index).shape for _, index in lookups.indices])
     sizes = [size for i, size in enumerate(shape) if i not in used]
     return (*sizes[:start], *common, *sizes[start:])
 

@@ -11,8 +11,8 @@ may be a literal too (`1 - x` is aten.sub.Tensor(1, x)). Tl functions read a lit
 result is float64 a number that float32 does not hold is written `tl.full((), 0.1, tl.float64)`. The result is
 then converted to the result's compute dtype.
 
-A row without an expression is lowered by what its kind says: layout ops become access maps,
-gathers indirect loads, arange and iota coordinates.
+A row without an expression is lowered by what its kind or its form says: layout ops become access maps,
+lookups indirect loads, arange and iota coordinates.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fusion_compiler.ops.lookups import GATHERS
 from fusion_compiler.ops.own import depthwise, max_pool, put, random, running, sum_rows
 from fusion_compiler.ops.syntax import (
     INFINITY,
@@ -67,6 +68,22 @@ class Kind(StrEnum):
     OPAQUE = "opaque"  # no row in the table: stays an ATen call
 
 
+class Form(StrEnum):
+    """Operators that are no computation on their operands at the same point have one of these forms."""
+
+    FILL = "fill"  # the same number everywhere
+    COPY = "copy"  # one operand in other memory, and in the dtype of the result
+    COUNT = "count"  # start, start + step, start + 2 * step, ...
+    LOOKUP = "lookup"  # elements of an operand by indices that are data (ops/lookups.py)
+    SEGMENTS = "segments"  # sums, maxima or minima of rows in segments (ops/own/sum_rows.py)
+    CONCATENATION = "concatenation"  # tensors side by side along a dimension
+    STACK = "stack"  # tensors side by side along a new dimension
+    PADDING = "padding"  # a tensor with a number around it
+    OVERLAY = "overlay"  # a tensor with another in the place of a view of it (views.OVERLAYS)
+    RANDOM = "random"  # numbers by a seed and the place
+    REVERSAL = "reversal"  # a tensor with dimensions counted from their ends
+
+
 class Operands(StrEnum):
     """The member says in which dtype an expression sees its tensor operands."""
 
@@ -87,7 +104,7 @@ class OpSpec:
     fp16: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
-        the operand rounds to decides (see reproducible.py).
+        the operand rounds to decides (see ir/reproducible.py).
     operator: the first overload of the same row, which stands for all of them: aten.add.Tensor for
         aten.add.Scalar. `ops/arithmetic.py` names those that the compiler itself writes.
     is_condition: its result is a bool whatever its operands are.
@@ -101,6 +118,7 @@ class OpSpec:
     bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
+    form: how the result is lowered, unless it is `expr` of the operands at the same point.
     """
 
     target: OpOverload
@@ -120,6 +138,13 @@ class OpSpec:
     chooses: bool = False
     selects_bits: bool = False
     multiplies: bool = False
+    form: Form | None = None
+
+    def applied(self, row: Row, arguments: Mapping[str, Any]) -> Expression:
+        """Return an expression of this operator, such as `expr`, with its arguments filled in."""
+        if isinstance(row, Global):  # its parameters do not have the schema's names
+            return row(*(arguments[a.name] for a in self.target._schema.arguments if a.name in arguments))
+        return row(**arguments)
 
 
 def number(value: Expression) -> float | None:
@@ -274,8 +299,12 @@ def _elementwise(expr: Row | None, *targets: OpOverload, **facts: Any) -> tuple[
     return tuple(OpSpec(target, Kind.ELEMENTWISE, expr, **facts) for target in targets)
 
 
-def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
-    return tuple(OpSpec(target, Kind.LAYOUT, flops=0) for target in targets)
+def _fill(expr: Row | None, *targets: OpOverload) -> tuple[OpSpec, ...]:
+    return _elementwise(expr, *targets, flops=0, form=Form.FILL)
+
+
+def _layout(*targets: OpOverload, form: Form | None = None) -> tuple[OpSpec, ...]:
+    return tuple(OpSpec(target, Kind.LAYOUT, flops=0, form=form) for target in targets)
 
 
 def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
@@ -563,46 +592,42 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise(
         lambda self, **_: self,
         aten._to_copy.default,
-        aten.clone.default,
         aten.lift_fresh_copy.default,
         flops=0,
         keeps_zero=True,
     ),
-    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0),
-    *_elementwise(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor, flops=0),
-    *_elementwise(lambda fill_value, **_: fill_value, aten.full.default, aten.full_like.default, flops=0),
-    *_elementwise(lambda **_: Literal(0), aten.zeros_like.default, flops=0),
-    *_elementwise(lambda **_: Literal(1), aten.ones_like.default, flops=0),
-    *_elementwise(lambda s, **_: s, aten.scalar_tensor.default, flops=0),
-    *_elementwise(
-        None, aten.arange.start_step, aten.arange.start, aten.arange.default, prims.iota.default, flops=0
-    ),
+    *_elementwise(lambda self, **_: self, aten.clone.default, flops=0, form=Form.COPY),
+    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0, form=Form.COPY),
+    *_fill(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor),
+    *_fill(lambda fill_value, **_: fill_value, aten.full.default, aten.full_like.default),
+    *_fill(lambda **_: Literal(0), aten.zeros_like.default, aten._efficientzerotensor.default),
+    *_fill(lambda **_: Literal(1), aten.ones_like.default),
+    *_fill(lambda s, **_: s, aten.scalar_tensor.default),
     # Whoever writes into an empty tensor writes all of it that is ever read: any constant will do.
-    *_elementwise(
+    *_fill(
         None,
         aten.empty.memory_format,
         aten.empty_permuted.default,
         aten.empty_strided.default,
         aten.new_empty_strided.default,
-        flops=0,
     ),
-    *_elementwise(None, aten._efficientzerotensor.default, flops=0),
+    *_elementwise(
+        None,
+        aten.arange.start_step,
+        aten.arange.start,
+        aten.arange.default,
+        prims.iota.default,
+        flops=0,
+        form=Form.COUNT,
+    ),
 )
 
-_GATHERS = _elementwise(
-    None,
-    aten.embedding.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_select.default,
-    flops=0,
-)
+_GATHERS = _elementwise(None, *GATHERS, flops=0, form=Form.LOOKUP)
 
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
-_SUMS_OF_ROWS = (
-    *_elementwise(None, sum_rows.sum_rows, flops=16),
-    *_elementwise(None, sum_rows.largest_rows, sum_rows.smallest_rows, flops=16, discontinuous=True),
+_SUMS_OF_ROWS = tuple(
+    OpSpec(target, Kind.ELEMENTWISE, flops=16, discontinuous=combine != "sum", form=Form.SEGMENTS)
+    for target, combine in sum_rows.COMBINES.items()
 )
 
 _REDUCTIONS = (
@@ -627,15 +652,13 @@ _SCANS = (
     _scan("argmin", running.where_smallest, flops=20),
 )
 
-_LAYOUTS = _layout(
-    *VIEWS,
-    *SPLITS,
-    aten.cat.default,
-    aten.stack.default,
-    aten.constant_pad_nd.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.flip.default,
+_LAYOUTS = (
+    *_layout(*VIEWS, *SPLITS),
+    *_layout(aten.cat.default, form=Form.CONCATENATION),
+    *_layout(aten.stack.default, form=Form.STACK),
+    *_layout(aten.constant_pad_nd.default, form=Form.PADDING),
+    *_layout(aten.slice_scatter.default, aten.select_scatter.default, form=Form.OVERLAY),
+    *_layout(aten.flip.default, form=Form.REVERSAL),
 )
 
 # Operations of each element and tap, of which `ir/dag.py` counts how many there are.
@@ -665,7 +688,7 @@ OPS: tuple[OpSpec, ...] = (
     *_CONVOLUTIONS,
     *_POOLING,
     *_WRITES,
-    OpSpec(random.uniform, Kind.RANDOM, flops=16),
+    OpSpec(random.uniform, Kind.RANDOM, flops=16, form=Form.RANDOM),
 )
 
 BY_TARGET: Mapping[OpOverload, OpSpec] = {spec.target: spec for spec in OPS}
@@ -674,6 +697,12 @@ BY_TARGET: Mapping[OpOverload, OpSpec] = {spec.target: spec for spec in OPS}
 def spec_of(target: object) -> OpSpec | None:
     """Return the row of an ATen overload, or None for everything that is not in the table."""
     return BY_TARGET.get(target) if isinstance(target, OpOverload) else None
+
+
+def form_of(target: object) -> Form | None:
+    """Return the form of an operator that is no computation on its operands at the same point, else None."""
+    spec = spec_of(target)
+    return spec and spec.form
 
 
 def is_always_held(target: object) -> bool:

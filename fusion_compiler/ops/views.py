@@ -170,6 +170,12 @@ COMPOSITES: Mapping[OpOverload, Reader] = {
     aten.mT.default: lambda shape: _swapped(shape, -2, -1),
     aten.numpy_T.default: _turned,
 }
+# Operators whose result is `self` with `src` in the place of a view of it, and that view.
+OVERLAYS: Mapping[OpOverload, OpOverload] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
 _ALL: Mapping[OpOverload, Reader] = {**VIEWS, **SPLITS, **COMPOSITES}
 
 
@@ -183,13 +189,14 @@ def view_of(
 ) -> View | None:
     """Return the geometry of a view; None for another operator, and for a split without `part`.
 
+    target: a view, or one of OVERLAYS for the view into which it writes.
     shape: the operand's. arguments: the others, by the names of the schema; defaults may be missing.
     part: of the results of a split, the number of the one that is asked for.
     """
-    reader = _ALL.get(target)
+    reader = _ALL.get(OVERLAYS.get(target, target))
     if reader is None or (target in SPLITS) != (part is not None):
         return None
-    others = {n: v for n, v in arguments.items() if n not in ("self", "end")}
+    others = {n: v for n, v in arguments.items() if n not in ("self", "src", "end")}
     if part is not None:
         others["part"] = part
     return reader(shape, **others)

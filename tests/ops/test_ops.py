@@ -28,7 +28,6 @@ from fusion_compiler.ir.loops import Compute, Value
 from fusion_compiler.ops.syntax import Expression, Literal, Name, lift, literal
 from fusion_compiler.ops.table import OPS, OpSpec, spec_of
 from fusion_compiler.passes.lower.space import SUPPORTED, compute_dtype
-from fusion_compiler.passes.lower.special import SPECIAL
 from fusion_compiler.runtime.builds import Build, compile_build
 from fusion_compiler.runtime.interpreter import run_kernel
 from fusion_compiler.runtime.target import TRITON_TYPES as ARGUMENT_TYPES
@@ -43,7 +42,7 @@ from triton.language.extra import libdevice
 from fusion_compiler.codegen import math as fm
 
 @triton.jit"""
-EXPRESSIONS = [spec for spec in OPS if spec.expr is not None and spec.target not in SPECIAL]
+EXPRESSIONS = [spec for spec in OPS if spec.expr is not None and spec.form is None]
 SUMS = {getattr(torch.ops.aten, name) for name in ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv")}
 # Of two zeros that are equal the larger is 0.0 to a GPU and whichever comes first to eager on a CPU; of what
 # lerp adds up the order differs as well.

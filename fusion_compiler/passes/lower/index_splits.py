@@ -10,20 +10,18 @@ This is index-set splitting with unroll-and-jam: values that several pieces need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from fusion_compiler.ir import layout
-from fusion_compiler.ir.dag import Op, OpDag, Ref
+from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, product, quotient, simple, smaller
 from fusion_compiler.ir.index import axis, combine
 from fusion_compiler.ir.loops import Index
 from fusion_compiler.ir.writes import stored_shape
-from fusion_compiler.ops.views import wrap
+from fusion_compiler.ops.table import Form, form_of
+from fusion_compiler.ops.views import Part, wrap
 
-aten = torch.ops.aten
 MOST_PIECES = 8  # every piece's values stay in registers until they are stored
 SECTOR = 32  # bytes of one memory transaction
 
@@ -125,15 +123,17 @@ def index_splits_of(dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...]) 
 def index_split_by(dag: OpDag, op: Op) -> IndexSplit | None:
     """Return how an op's result splits into a few equal pieces with different expressions, or None if it does
     not."""
-    if op.target not in RANGES:
+    form, shape = form_of(op.target), op.outputs[0].shape
+    if form not in _RANGES:
         return None
-    shape = op.outputs[0].shape
-    step = layout.argument(op, 5, "step", 1) if op.target is aten.slice_scatter.default else 1
-    if isinstance(step, int) and step > 1:
-        dim = _dim(op, 2)
-        fits = step <= MOST_PIECES and quotient(shape[dim], step) is not None
-        return IndexSplit(shape, dim, step, block=step) if fits else None
-    dim, lengths = RANGES[op.target](dag, op)
+    if form is Form.OVERLAY:
+        match layout.overlay_of(op):
+            case Part(dim, _, step) if isinstance(step, int) and step > 1:
+                fits = step <= MOST_PIECES and quotient(shape[dim], step) is not None
+                return IndexSplit(shape, dim, step, block=step) if fits else None
+            case _:
+                pass
+    dim, lengths = _RANGES[form](dag, op)
     lengths = [n for n in lengths if n != 0]
     counts = (_count(shape[dim], piece, lengths) for piece in lengths)
     count = next((c for c in counts if c is not None), None)
@@ -166,23 +166,18 @@ def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:
 # -- Handlers return (dimension, lengths of the ranges along it that have one expression each) -------------
 
 
-def _dim(op: Op, position: int) -> int:
-    return wrap(layout.argument(op, position, "dim", 0), len(op.outputs[0].shape))  # type: ignore[arg-type]
-
-
 def _cat(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    dim = _dim(op, 1)
-    shapes = [dag.op(a.name).outputs[0].shape for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
+    dim = wrap(op.arguments["dim"], len(op.outputs[0].shape))
+    shapes = [dag.op(a.name).outputs[0].shape for a in op.arguments["tensors"]]
     return dim, [shape[dim] for shape in shapes if shape != (0,)]
 
 
 def _stack(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    return _dim(op, 1), [1] * len(op.args[0])  # type: ignore[arg-type]
+    return wrap(op.arguments["dim"], len(op.outputs[0].shape)), [1] * len(op.arguments["tensors"])
 
 
 def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    pads, shape = op.args[1], dag.op(op.first).outputs[0].shape
-    assert isinstance(pads, tuple)
+    pads, shape = op.arguments["pad"], dag.op(op.first).outputs[0].shape
     padded = [i for i in range(len(pads) // 2) if pads[2 * i : 2 * i + 2] != (0, 0)]
     if len(padded) != 1:
         return 0, []
@@ -191,20 +186,21 @@ def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
     lengths = [n for n in pads[2 * i : 2 * i + 2] if isinstance(n, int) and n != 0]
     if i == 0 and lengths and min(lengths) * itemsize < SECTOR:  # a piece would store parts of sectors
         return 0, []
-    return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]  # type: ignore[list-item]
+    return dim, [pads[2 * i], shape[dim], pads[2 * i + 1]]
 
 
-def _slice_scatter(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    dim = _dim(op, 2)
-    size, length = op.outputs[0].shape[dim], dag.op(op.operand("src")).outputs[0].shape[dim]
-    start: Dim = layout.argument(op, 3, "start") or 0  # type: ignore[assignment]
-    start = start + size if isinstance(start, int) and start < 0 else start
-    return dim, [start, length, simple(size - start - length)]
+def _overlay(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    match layout.overlay_of(op):
+        case Part(dim, start):
+            size, length = (dag.op(op.operand(name)).outputs[0].shape[dim] for name in ("self", "src"))
+            return dim, [start, length, simple(size - start - length)]
+        case _:
+            return 0, []
 
 
-RANGES: dict[object, Callable[[OpDag, Op], tuple[int, list[Dim]]]] = {
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
-    aten.constant_pad_nd.default: _pad,
-    aten.slice_scatter.default: _slice_scatter,
+_RANGES: Mapping[Form | None, Callable[[OpDag, Op], tuple[int, list[Dim]]]] = {
+    Form.CONCATENATION: _cat,
+    Form.STACK: _stack,
+    Form.PADDING: _pad,
+    Form.OVERLAY: _overlay,
 }

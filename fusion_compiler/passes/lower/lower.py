@@ -80,7 +80,7 @@ from fusion_compiler.passes.lower.space import (
     largest,
     reduced_by,
 )
-from fusion_compiler.passes.lower.special import SPECIAL, looked_up, put_place
+from fusion_compiler.passes.lower.special import handler_of, looked_up, put_place
 
 # A program has each row of a product as a value of its own, and so each of the few elements that a tensor has
 # for every row of the space: a reduction of such values is an expression.
@@ -533,9 +533,9 @@ class Lowering(Builder):
             return self.reduce(op, coords, within)
         if op.kind is Kind.SCAN:
             return self.rounder.rounded(op, self.scans.value(op, coords))
-        special = SPECIAL.get(op.target)
-        if special is not None:
-            return self.rounder.rounded(op, special(self, op, coords, within))
+        handler = handler_of(op)
+        if handler is not None:
+            return self.rounder.rounded(op, handler(self, op, coords, within))
         spec = spec_of(op.target)
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")

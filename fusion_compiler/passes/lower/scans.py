@@ -16,10 +16,10 @@ import torch
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, not_above, product, simple, strides_of
 from fusion_compiler.ir.index import axis, combine, shifted
+from fusion_compiler.ir.layout import reversed_dims
 from fusion_compiler.ir.loops import COLS, Coordinate, Index, InRange, Reduce, Scan, axes_in
 from fusion_compiler.ops.arithmetic import EQ, IS_NAN, OR
 from fusion_compiler.ops.table import spec_of
-from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype, scanned_dim
 
@@ -60,14 +60,9 @@ class Columns:
 def scan_coords(dag: OpDag, op: Op, coords: Coords, columns: Columns) -> Coords:
     """Return the coordinates of a scan that is not stored: reversed if all of its readers flip it."""
     dim, readers = scanned_dim(op), [dag.op(name) for name in dag.consumers(op.name)]
-    if dim is None or not all(_flips(reader, dim) for reader in readers):
+    if dim is None or not all(dim in reversed_dims(reader) for reader in readers):
         return coords
     return (*coords[:dim], columns.reversed, *coords[dim + 1 :])
-
-
-def _flips(op: Op, dim: int) -> bool:
-    dims = op.args[1] if op.target is torch.ops.aten.flip.default else ()
-    return dim in [wrap(d, len(op.outputs[0].shape)) for d in dims]  # type: ignore[union-attr]
 
 
 class Scans:

@@ -12,9 +12,9 @@ from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
 from fusion_compiler.ir.loops import COLS, ROWS, Index
 from fusion_compiler.ir.writes import stored_shape
+from fusion_compiler.ops.dims import dim_of, reduced_dims
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind
-from fusion_compiler.ops.views import wrap
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
 
@@ -107,19 +107,6 @@ class Space:
         return piece if split is None else split.tensor_coords(piece, len(self.axes))
 
 
-def reduced_dims(op: Op, rank: int) -> tuple[int, ...]:
-    """Return the dimensions that a reduction reduces, counted from the front."""
-    arg = (
-        layout.argument(op, 1, "dim") if len(op.args) > 1 or dict(op.kwargs).get("dim") is not None else None
-    )
-    if op.target.__name__ == "default" and op.target._opname in ("sum", "prod", "any", "all", "mean"):  # type: ignore[union-attr]
-        arg = None
-    if arg is None or arg == ():
-        return tuple(range(rank))
-    dims = arg if isinstance(arg, tuple) else (arg,)
-    return () if rank == 0 else tuple(sorted(wrap(d, rank) for d in dims))  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True)
 class Reduced:
     """The operand of a reduction. For a matrix product it is the tensor of all terms, with the matrix's
@@ -152,13 +139,12 @@ def reduced_by(dag: OpDag, op: Op) -> Reduced:
     if product is not None:
         return Reduced(product.shape, product.stride, (product.reduced,), True)
     source = dag.op(op.first).outputs[0]
-    return Reduced(source.shape, source.stride, reduced_dims(op, len(source.shape)))
+    return Reduced(source.shape, source.stride, reduced_dims(op.arguments, len(source.shape)))
 
 
 def scanned_dim(op: Op) -> int | None:
     """Return the dimension of a scan, counted from the front; None for a 0-d tensor."""
-    rank = len(op.outputs[0].shape)
-    return wrap(layout.argument(op, 1, "dim"), rank) if rank else None  # type: ignore[arg-type]
+    return dim_of(op.arguments, len(op.outputs[0].shape))
 
 
 def anchor_space(

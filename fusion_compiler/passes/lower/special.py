@@ -6,7 +6,7 @@ A handler returns the node that holds an op's value at `coords`. `within` is as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,9 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.writes import indexed
 from fusion_compiler.ops.arithmetic import ADD, FLOOR_DIVIDE, LT, MINIMUM, MUL
 from fusion_compiler.ops.own import sum_rows
-from fusion_compiler.ops.views import wrap
+from fusion_compiler.ops.syntax import Literal, Name
+from fusion_compiler.ops.table import Form, form_of, spec_of
+from fusion_compiler.ops.views import Part, Selected, wrap
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
@@ -39,17 +41,12 @@ from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
 aten = torch.ops.aten
 Handler = Callable[[Builder, Op, Coords, int | None], int]
-FILLS = dict.fromkeys(("ones", "ones_like", "new_ones"), 1) | dict.fromkeys(
-    ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor", "empty", "empty_permuted", "empty_strided",
-     "new_empty_strided"), 0,
-)  # fmt: skip
-FILL_ARGUMENTS = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0, "fill": 1}
 
 
 def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
     tensors = [t for t in tensors if build.dag.op(t).outputs[0].shape != (0,)]
-    dim = wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dim = wrap(op.arguments["dim"], len(coords))
     dtype = compute_dtype(op.outputs[0].dtype)
     result: int | None = None
     end: Dim = 0
@@ -72,7 +69,7 @@ def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    dim = wrap(layout.argument(op, 1, "dim", 0), len(coords))  # type: ignore[arg-type]
+    dim = wrap(op.arguments["dim"], len(coords))
     dtype = compute_dtype(op.outputs[0].dtype)
     inner = (*coords[:dim], *coords[dim + 1 :])
     result: int | None = None
@@ -93,10 +90,8 @@ def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     source = op.first
     shape = build.dag.op(source).outputs[0].shape
-    pads = op.args[1]
-    assert isinstance(pads, tuple)
+    pads, fill = op.arguments["pad"], op.arguments["value"]
     dtype = compute_dtype(op.outputs[0].dtype)
-    fill = layout.argument(op, 2, "value", 0)
     inner = list(coords)
     inside, padded = within, list[int]()
     for i in range(len(pads) // 2):
@@ -114,77 +109,30 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
 
 
-def _scatter_slice(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+def _overlay(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """Return the written tensor where the view of the base lies that it replaces, and the base elsewhere."""
     base, source = op.operand("self"), op.operand("src")
-    shape = op.outputs[0].shape
-    dim = wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
-    step = layout.argument(op, 5, "step", 1)
-    start = layout.argument(op, 3, "start") or 0
-    if isinstance(start, int) and start < 0:  # guards exclude a smaller symbol
-        start = start + shape[dim]
-        start = max(start, 0) if isinstance(start, int) else start
-    length = build.dag.op(source).outputs[0].shape[dim]
-    if isinstance(step, int) and step != 1:
-        return _overlay_with_steps(build, op, coords, within, dim, start, length, step)  # type: ignore[arg-type]
-    return _overlay(build, op, coords, within, base, source, dim, start, length, keep=True)  # type: ignore[arg-type]
-
-
-def _scatter_select(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    base, source = op.operand("self"), op.operand("src")
-    shape = op.outputs[0].shape
-    dim = wrap(layout.argument(op, 2, "dim", 0), len(shape))  # type: ignore[arg-type]
-    index = layout.argument(op, 3, "index", 0)
-    if isinstance(index, int) and index < 0:
-        index = index + shape[dim]
-    return _overlay(build, op, coords, within, base, source, dim, index, 1, keep=False)  # type: ignore[arg-type]
-
-
-def _overlay(
-    build: Builder,
-    op: Op,
-    coords: Coords,
-    within: int | None,
-    base: str,
-    source: str,
-    dim: int,
-    start: Dim,
-    length: Dim,
-    keep: bool,
-) -> int:
-    """Return `source` on the slice [start, start + length) of `dim`, and `base` elsewhere."""
-    inside, partial = build.in_range(coords[dim], start, simple(start + length), within)
-    if inside is None and partial:
+    match layout.overlay_of(op):
+        case Part(dim, start, step):
+            length, is_kept = build.dag.op(source).outputs[0].shape[dim], True
+        case Selected(dim, start):
+            length, step, is_kept = 1, 1, False
+        case view:
+            raise Illegal("operator", f"{op.name} writes into {view}")
+    moved = shifted(coords[dim], simple(-start))
+    if step == 1:
+        inside, partial = build.in_range(coords[dim], start, simple(start + length), within)
+        never = partial and inside is None
+    else:
+        moved, inside, never = build.stepped(op, moved, length, step, within)
+        partial = inside not in (None, within)
+    if never:
         return build.value(base, coords, within)
-    moved = (shifted(coords[dim], simple(-start)),) if keep else ()
-    value = build.value(source, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
     dtype = compute_dtype(op.outputs[0].dtype)
+    value = build.value(source, (*coords[:dim], *((moved,) if is_kept else ()), *coords[dim + 1 :]), inside)
     if not partial or inside is None:
         return build.converted(value, dtype, op.name)
     return build.choose(inside, value, build.value(base, coords, within), dtype, op.name)
-
-
-def _overlay_with_steps(
-    build: Builder,
-    op: Op,
-    coords: Coords,
-    within: int | None,
-    dim: int,
-    start: Dim,
-    length: Dim,
-    step: int,
-) -> int:
-    """Return element i of the written tensor at start + i * step of `dim`, and the base elsewhere."""
-    base, source = op.operand("self"), op.operand("src")
-    rest = build.value(base, coords, within)
-    moved = shifted(coords[dim], simple(-start))
-    dtype = compute_dtype(op.outputs[0].dtype)
-    number, is_written, never = build.stepped(op, moved, length, step, within)
-    if never:
-        return rest
-    value = build.value(source, (*coords[:dim], number, *coords[dim + 1 :]), is_written)
-    if is_written is None or is_written == within:
-        return build.converted(value, dtype, op.name)
-    return build.choose(is_written, value, rest, dtype, op.name)
 
 
 def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -196,14 +144,22 @@ def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     return build.value(op.first, turned, within)
 
 
-def _full(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    name = op.target._opname  # type: ignore[union-attr]
-    fill = FILLS[name] if name in FILLS else op.args[FILL_ARGUMENTS[name]]
-    if isinstance(fill, Ref):
-        return build.value(fill.name, (), within)
-    if not isinstance(fill, bool | int | float):
+def _copied(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """Return the argument that an op copies or fills with, broadcast and converted to the op's result."""
+    spec, dtype = spec_of(op.target), compute_dtype(op.outputs[0].dtype)
+    assert spec is not None
+    match spec.expr and spec.applied(spec.expr, {name: Name(name) for name in op.arguments}):
+        case Name(argument):
+            value = op.arguments[argument]
+        case Literal(number):
+            value = number
+        case _:
+            value = 0
+    if isinstance(value, Ref):
+        return build.converted(build.operand(op, value.name, coords, within), dtype, op.name)
+    if not isinstance(value, bool | int | float):
         raise Illegal("operand", f"{op.name} is filled with a size that is only known at run time")
-    return build.constant(fill, compute_dtype(op.outputs[0].dtype), op.name)
+    return build.constant(value, dtype, op.name)
 
 
 def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -258,9 +214,7 @@ def looked_up(
 
 def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     """Return the sum of a ragged segment of rows (see ops/own/sum_rows.py)."""
-    rows = op.operand("rows")
-    order = layout.argument(op, 1, "order", None)
-    each = layout.argument(op, 4, "each", 1)
+    rows, order, each = op.operand("rows"), op.arguments["order"], op.arguments["each"]
     first, last = _ends(build, op, coords[:1], within)
     along = build.ragged_axis(first, last)
     turn = build.emit(Coordinate(Index(0, ((~first, 1), (along, 1))), torch.int64), f"{op.name}_turn")
@@ -285,14 +239,11 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
 
 def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int, int]:
     """Return the nodes of the first and last row of a segment (see `sum_rows.ends`)."""
-    first, last = (layout.argument(op, i, name, None) for i, name in ((2, "first"), (3, "last")))
-    unit, block = (layout.argument(op, *of) for of in ((5, "unit", 1), (6, "block", 0)))
-    assert isinstance(last, Ref) and isinstance(block, int)
+    first, last, unit, block = (op.arguments[name] for name in ("first", "last", "unit", "block"))
 
-    def round_up(node: int, unit: object) -> int:
+    def round_up(node: int, unit: int) -> int:
         if unit == 1:
             return node
-        assert isinstance(unit, int)
         above = build.apply(f"{op.name}_add", ADD, node, other=unit - 1)
         return build.apply(f"{op.name}_floor_divide", FLOOR_DIVIDE, above, other=unit)
 
@@ -308,27 +259,16 @@ def _ends(build: Builder, op: Op, row: Coords, within: int | None) -> tuple[int,
     return begins, build.apply(f"{op.name}_last", MINIMUM, stops, limit, dtype=torch.int64)
 
 
-def _embedding(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    return looked_up(build, op, op.first, (ZERO, coords[-1]), [coords[:-1]], within)
-
-
-def _along(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """Lower gather and index_select. The index of index_select has at most one dimension."""
-    (lookup,) = lookups(build.dag, op)
-    scalar = not build.dag.op(op.first).outputs[0].shape
-    at = coords
-    if op.target is aten.index_select.default:
-        rank = len(build.dag.op(lookup.index).outputs[0].shape)
-        at = ((ZERO,) if scalar else coords[lookup.dim : lookup.dim + 1])[:rank]
-    return looked_up(build, op, op.first, () if scalar else coords, [at], within)
-
-
-def _index(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """Lower index.Tensor with integer indices. If they are not adjacent, their dimensions come first."""
-    shape = build.dag.op(op.first).outputs[0].shape
-    indices = lookups(build.dag, op)
-    inner, at = _indexed(build, op, indices, len(shape), coords)
-    return looked_up(build, op, op.first, inner, at, within)
+def _lookup(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    looked = layout.lookups_of(build.dag, op)
+    assert looked is not None
+    source = op.operand(looked.operand)
+    rank = len(build.dag.op(source).outputs[0].shape)
+    if looked.is_pointwise:
+        inner, at = coords if rank else (), [coords]
+    else:
+        inner, at = _indexed(build, op, lookups(build.dag, op), rank, coords)
+    return looked_up(build, op, source, inner, at, within)
 
 
 def _indexed(
@@ -343,11 +283,12 @@ def _indexed(
     metas = [build.dag.op(lookup.index).outputs[0] for lookup in indices]
     if any(m.dtype in (torch.bool, torch.uint8) for m in metas):
         raise Illegal("operand", f"{op.name} selects by a mask: its result has no size before it runs")
-    start, shape = indexed(indexed_dims, [meta.shape for meta in metas])
-    common = coords[start : start + len(shape)]
-    rest = iter((*coords[:start], *coords[start + len(shape) :]))
+    start, _ = indexed(indexed_dims, [meta.shape for meta in metas])
+    end = start + len(coords) - (rank - len(indexed_dims))
+    common, rest = coords[start:end], iter((*coords[:start], *coords[end:]))
     inner = tuple(ZERO if i in indexed_dims else next(rest) for i in range(rank))
-    return inner, [common[len(shape) - len(meta.shape) :] for meta in metas]
+    ranks = [len(meta.shape) for meta in metas]
+    return inner, [(*(ZERO,) * (n - len(common)), *common[len(common) - n :]) for n in ranks]
 
 
 def put_place(
@@ -383,50 +324,22 @@ def _uniform(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     return build.emit(Random(node, flatten(coords, strides_of(op.outputs[0].shape)), salt), op.name)
 
 
-def _same(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """Lower clone and similar ops: the operand in another memory format."""
-    return build.value(op.first, coords, within)
+_HANDLERS: Mapping[Form, Handler] = {
+    Form.FILL: _copied,
+    Form.COPY: _copied,
+    Form.COUNT: _iota,
+    Form.LOOKUP: _lookup,
+    Form.SEGMENTS: _sum_rows,
+    Form.CONCATENATION: _cat,
+    Form.STACK: _stack,
+    Form.PADDING: _pad,
+    Form.OVERLAY: _overlay,
+    Form.REVERSAL: _flip,
+    Form.RANDOM: _uniform,
+}
 
 
-def _copy(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    """Return the second operand in the first operand's shape and dtype."""
-    value = build.operand(op, op.operand("src"), coords, within)
-    return build.converted(value, compute_dtype(op.outputs[0].dtype), op.name)
-
-
-def _special() -> dict[object, Handler]:
-    table: dict[object, Handler] = {
-        aten.cat.default: _cat,
-        aten.stack.default: _stack,
-        aten.constant_pad_nd.default: _pad,
-        aten.slice_scatter.default: _scatter_slice,
-        aten.select_scatter.default: _scatter_select,
-        aten.flip.default: _flip,
-        aten.embedding.default: _embedding,
-        **dict.fromkeys(sum_rows.COMBINES, _sum_rows),
-        **windows.HANDLERS,
-        aten.gather.default: _along,
-        aten.index_select.default: _along,
-        aten.index.Tensor: _index,
-        aten._unsafe_index.Tensor: _index,
-        aten.clone.default: _same,
-        aten.copy.default: _copy,
-        torch.ops.prims.iota.default: _iota,
-        aten.arange.default: _iota,
-        aten.arange.start: _iota,
-        aten.arange.start_step: _iota,
-    }
-    for overload in (
-        aten.full.default, aten.full_like.default, aten.zeros_like.default, aten.ones_like.default,
-        aten.scalar_tensor.default, aten.zeros.default, aten.ones.default, aten.fill.Scalar, aten.fill.Tensor,
-        aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format,
-        aten.empty_permuted.default, aten.empty_strided.default, aten._efficientzerotensor.default,
-        aten.new_empty_strided.default,
-    ):  # fmt: skip
-        table[overload] = _full
-    if hasattr(torch.ops, "fusion_compiler"):
-        table[torch.ops.fusion_compiler.uniform.default] = _uniform
-    return table
-
-
-SPECIAL: dict[object, Handler] = _special()
+def handler_of(op: Op) -> Handler | None:
+    """Return how an op that is no expression of its operands is lowered; None for others."""
+    form = form_of(op.target)
+    return windows.HANDLERS.get(op.target) if form is None else _HANDLERS[form]

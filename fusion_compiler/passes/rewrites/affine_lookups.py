@@ -11,8 +11,8 @@ that of a slice adds nothing up, and in the last form one element of each row ha
 
 from __future__ import annotations
 
-import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, arguments, emit, size_of
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
+from fusion_compiler.ir.layout import lookups_of_node
+from fusion_compiler.ops.lookups import GATHERS, Lookups
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, integers_of
 
 _aten = torch.ops.aten
@@ -41,17 +43,33 @@ class _Progression:
 
 
 def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
-    named = arguments(node)
-    source: fx.Node = named["weight"] if node.target is _aten.embedding.default else named["self"]
-    shape, indices = source.meta["val"].shape, _indices(node, named)
-    if len(indices) == 1:
-        ((dim, index),) = indices.items()
-        wraps = node.target is _aten.index.Tensor
-        progression = _progression(index, shape[dim], written, wraps=wraps)
-        return progression and Replacement(
-            lambda nodes: _part(nodes[node], nodes[source], dim, nodes[index], progression), NOTE
-        )
-    dims = list(indices)
+    looked, named = lookups_of_node(node), arguments(node)
+    assert looked is not None
+    is_special = named.get("padding_idx", -1) >= 0 or named.get("scale_grad_by_freq") or named.get("sparse")
+    if looked.is_pointwise or is_special:
+        return None
+    emitter = _part_of(node, looked, written) or _one_of_each(node, looked, written)
+    return emitter and Replacement(lambda nodes: emitter(nodes[node]), "no lookup by data")
+
+
+Emitter = Callable[[fx.Node], fx.Node]
+
+
+def _part_of(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter | None:
+    """Return the emitter for a lookup by one index that is a progression."""
+    shape = arguments(node)[looked.operand].meta["val"].shape
+    if len(looked.indices) != 1 or not shape:
+        return None
+    ((dim, index),) = looked.indices
+    progression = _progression(index, shape[dim], written, wraps=looked.wraps)
+    return progression and (lambda node: _part(node, dim, progression))
+
+
+def _one_of_each(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter | None:
+    """Return the emitter for a lookup by two indices of which one counts the rows that the other chooses
+    from."""
+    indices = dict(looked.indices)
+    dims, shape = [*indices], arguments(node)[looked.operand].meta["val"].shape
     if len(dims) != 2 or dims[1] != dims[0] + 1:
         return None
     for count, choice in (dims, dims[::-1]):
@@ -60,19 +78,8 @@ def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
         plain = flat and chosen.dtype in (torch.int64, torch.int32)
         all_of = plain and expression(chosen.shape[0]) == expression(shape[count])
         if all_of and _progression(indices[count], shape[count], written) == _Progression(0, 1, (0,)):
-            return Replacement(functools.partial(_one_of_each, node, count, choice), NOTE)
+            return lambda node: _gathered(node, count, choice)
     return None
-
-
-def _indices(node: fx.Node, named: dict[str, Any]) -> dict[int, fx.Node]:
-    """Return {dimension: its index} of a lookup, or {} for one whose gradient is no sum of rows."""
-    if node.target is _aten.index.Tensor:
-        return {d: index for d, index in enumerate(named["indices"]) if index is not None}
-    if node.target is _aten.embedding.default:
-        is_plain = named["padding_idx"] < 0 and not named["scale_grad_by_freq"] and not named["sparse"]
-        return {0: named["indices"]} if is_plain else {}
-    rank, index = named["self"].meta["val"].dim(), named["index"]
-    return {named["dim"] % rank: index} if rank and index.meta["val"].dim() == 1 else {}
 
 
 def _progression(
@@ -108,8 +115,12 @@ def _progression(
     return _Progression(int(start), step, dims) if static or abs(step) == 1 else None
 
 
-def _part(node: fx.Node, source: fx.Node, dim: int, index: fx.Node, p: _Progression) -> fx.Node:
-    """Emit the part of `source` that an index of its dimension `dim` selects, as a new contiguous tensor."""
+def _part(node: fx.Node, dim: int, p: _Progression) -> fx.Node:
+    """Emit the part of a lookup's operand that the index of its dimension `dim` selects, as a new contiguous
+    tensor."""
+    looked = lookups_of_node(node)
+    assert looked is not None
+    source, ((_, index),) = arguments(node)[looked.operand], looked.indices
     shape, rank = index.meta["val"].shape, index.meta["val"].dim()
     static = all(isinstance(shape[d], int) for d in p.dims)
     if static:
@@ -151,9 +162,8 @@ def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any,
     return emit(node, operator.sub, p.start + 1, count), p.start + 1
 
 
-def _one_of_each(lookup: fx.Node, count: int, choice: int, nodes: Nodes) -> fx.Node:
+def _gathered(node: fx.Node, count: int, choice: int) -> fx.Node:
     """Gather along dimension `choice` the element that each place along `count` chooses."""
-    node = nodes[lookup]
     source, chosen = arguments(node)["self"], arguments(node)["indices"][choice]
     rank = source.meta["val"].dim()
     size = size_of(node, source, choice)
@@ -171,7 +181,7 @@ def _one_of_each(lookup: fx.Node, count: int, choice: int, nodes: Nodes) -> fx.N
 
 AFFINE_LOOKUPS = Pass(
     RULE,
-    Replacements(RULE, (_aten.index_select.default, _aten.embedding.default, _aten.index.Tensor), _look),
+    Replacements(RULE, GATHERS, _look),
     does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
     when="the index is proved to be such a function",
     gains="their gradients are no scatters",

@@ -41,16 +41,11 @@ from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
+from fusion_compiler.ops.views import OVERLAYS
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
 aten = torch.ops.aten
 RULE = "in place"
-# Scatters into a view, and the view.
-PARTS = {
-    aten.slice_scatter.default: aten.slice.Tensor,
-    aten.select_scatter.default: aten.select.int,
-    aten.diagonal_scatter.default: aten.diagonal.default,
-}
 
 
 def write_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
@@ -66,7 +61,7 @@ def write_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 
 
 def _begins(node: fx.Node) -> bool:
-    return node.target in PARTS or node.target is COPY or in_place_form(node) is not None
+    return node.target in OVERLAYS or node.target is COPY or in_place_form(node) is not None
 
 
 def in_place_form(node: fx.Node) -> OpOverload | None:
@@ -110,7 +105,7 @@ class _Write:
         if first.target is aten.index_put.default and not named["accumulate"]:
             if not torch.are_deterministic_algorithms_enabled():  # of equal indices the last one counts then
                 self.form, self.indices = None, named["indices"]
-        elif first.target in PARTS:
+        elif first.target in OVERLAYS:
             self.view = part_of(first)
             if self.source.target is aten.copy.default and len(self.source.users) == 1:
                 self.path.insert(0, self.source)
@@ -136,7 +131,7 @@ class _Write:
         if len(self.result.users) != 1:
             return False
         (user,) = self.result.users
-        if user.target in PARTS and arguments(user)["src"] is self.result:
+        if user.target in OVERLAYS and arguments(user)["src"] is self.result:
             region = arguments(user)["self"]
             if not _is_same(part_of(user), self.region):
                 return False
@@ -306,7 +301,7 @@ def part_of(scatter: fx.Node) -> fx.Node:
     named = arguments(scatter)
     more = [value for name, value in named.items() if name not in ("self", "src")]
     with scatter.graph.inserting_before(scatter):
-        return emit(scatter, PARTS[scatter.target], named["self"], *more)  # type: ignore[index]
+        return emit(scatter, OVERLAYS[scatter.target], named["self"], *more)  # type: ignore[index]
 
 
 def _flat(value: Any) -> list[fx.Node]:
