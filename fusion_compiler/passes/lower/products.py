@@ -16,17 +16,15 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import LEAST_SHARING, Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.products import factors_of
+from fusion_compiler.ops.schema import bound
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
 
-aten = torch.ops.aten
-# Position of the first factor; an added operand precedes it.
-PRODUCTS: dict[object, int] = {
-    aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1,
-}  # fmt: skip
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -96,11 +94,12 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     """Return an op as a product of floating-point matrices, or None if it is not one."""
     if op.target is expert_mm:
         return _of_experts(dag, op)
-    first = PRODUCTS.get(op.target)
-    if first is None:
+    factors = factors_of(op.target)
+    if factors is None or factors.rank is None:
         return None
-    names = [arg.name for arg in op.args[: first + 2] if isinstance(arg, Ref)]
-    left, right = names[-2:]
+    assert isinstance(op.target, OpOverload)
+    named = bound(op.target, op.args, dict(op.kwargs))
+    left, right = named[factors.left].name, named[factors.right].name
     a, b = (dag.op(name).outputs[0] for name in (left, right))
     if op.outputs[0].dtype not in FLOATS or {a.dtype, b.dtype} != {op.outputs[0].dtype}:
         return None
@@ -109,9 +108,8 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     sizes = ((d, _most(dag, size)) for d, size in ((batch, m), (batch + 2, n)))
     few, most = min(sizes, key=lambda bound: math.inf if bound[1] is None else bound[1])
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
-    added = names[0] if first else None
-    kwargs = dict(op.kwargs)
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    added = named[factors.added].name if factors.added else None
+    beta, alpha = named.get("beta", 1), named.get("alpha", 1)
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
     return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, most, added, beta, alpha)
