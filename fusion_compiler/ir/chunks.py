@@ -28,6 +28,14 @@ class Rows:
     start: int
     stop: int
 
+    @property
+    def dims(self) -> range:
+        return range(self.start, self.stop)
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of the dimensions that are the rows."""
+        return shape[self.start : self.stop]
+
     def moved(self, by: int) -> Rows:
         return Rows(self.start + by, self.stop + by)
 
@@ -144,7 +152,7 @@ class Chunked:
 
 def flattened(x: Tensor, rows: Rows) -> Tensor:
     """Return `x` with all its rows in the last of their dimensions; the others have one element."""
-    total = math.prod(x.shape[rows.start : rows.stop])
+    total = math.prod(rows.of(x.shape))
     return x.reshape(
         *x.shape[: rows.start], *[1] * (rows.stop - rows.start - 1), total, *x.shape[rows.stop :]
     )

@@ -20,14 +20,16 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ops.own import depthwise, max_pool, put, random, running, sum_rows
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.syntax import (
     INFINITY,
     MINUS_INFINITY,
@@ -48,6 +50,9 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 Row = Callable[..., Expression]
 ONE, MINUS_ONE = Literal(1), Literal(-1)
+_OF_SELF = (("self",),)
+_OF_BOTH = (("self", "other"),)
+_OF_EACH = (("self",), ("other",))
 
 
 class Kind(StrEnum):
@@ -73,6 +78,13 @@ class Operands(StrEnum):
     OWN = "own"  # each as it is (where's condition, shifts)
 
 
+class Fill(StrEnum):
+    """The member says what a new tensor holds that is computed from no element of an operand."""
+
+    NUMBER = "number"  # one number, which the row's expression returns
+    COUNT = "count"  # start, start + step, start + 2 * step, ...
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """A row describes one operator.
@@ -89,6 +101,9 @@ class OpSpec:
     bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
+    linear: groups of arguments, by name. While all other arguments stay the same, the result is a linear
+        function of the arguments of a group together: a + b of both, a * b of either one.
+    fill: what the result holds if no element of an operand decides it.
     """
 
     target: OpOverload
@@ -101,6 +116,8 @@ class OpSpec:
     fp16: Row | None = None
     bf16: Row | None = None
     discontinuous: bool = False
+    linear: tuple[tuple[str, ...], ...] = ()
+    fill: Fill | None = None
 
 
 def number(value: Expression) -> float | None:
@@ -249,36 +266,25 @@ def _addcdiv(
     return self + _scaled(fm.div(tensor1, tensor2), value)
 
 
-def _elementwise(
-    expr: Row | None,
-    *targets: OpOverload,
-    operands: Operands = Operands.RESULT,
-    flops: int = 1,
-    special: int = 0,
-    fp16: Row | None = None,
-    bf16: Row | None = None,
-    discontinuous: bool = False,
-) -> tuple[OpSpec, ...]:
+def _elementwise(expr: Row | None, *targets: OpOverload, **row: Any) -> tuple[OpSpec, ...]:
+    return tuple(OpSpec(target, Kind.ELEMENTWISE, expr, **row) for target in targets)
+
+
+def _layout(*targets: OpOverload, **row: Any) -> tuple[OpSpec, ...]:
+    return tuple(OpSpec(target, Kind.LAYOUT, flops=0, **row) for target in targets)
+
+
+def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
+    chooses, linear = combine not in ("sum", "prod"), _OF_SELF if combine == "sum" else ()
     return tuple(
-        OpSpec(target, Kind.ELEMENTWISE, expr, operands, None, flops, special, fp16, bf16, discontinuous)
+        OpSpec(target, Kind.REDUCTION, combine=combine, discontinuous=chooses, linear=linear)
         for target in targets
     )
 
 
-def _layout(*targets: OpOverload) -> tuple[OpSpec, ...]:
-    return tuple(OpSpec(target, Kind.LAYOUT, flops=0) for target in targets)
-
-
-def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
-    chooses = combine not in ("sum", "prod")
-    return tuple(OpSpec(t, Kind.REDUCTION, combine=combine, discontinuous=chooses) for t in targets)
-
-
-def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) -> OpSpec:
+def _scan(combine: str, target: OpOverload, flops: int = 8, **row: Any) -> OpSpec:
     chooses = combine not in ("sum", "prod", "logsumexp")
-    return OpSpec(
-        target, Kind.SCAN, combine=combine, flops=flops, special=special, discontinuous=chooses
-    )
+    return OpSpec(target, Kind.SCAN, combine=combine, flops=flops, discontinuous=chooses, **row)
 
 
 def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpec, ...]:
@@ -292,12 +298,12 @@ def _comparison(symbol: str, packet: torch._ops.OpOverloadPacket) -> tuple[OpSpe
 _ARITHMETIC = (
     *_elementwise(tl.abs, aten.abs.default),
     # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
-    *_elementwise(lambda self: self * -1, aten.neg.default),
-    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar),
-    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar),
-    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
-    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar),
-    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div),
+    *_elementwise(lambda self: self * -1, aten.neg.default, linear=_OF_SELF),
+    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar, linear=_OF_BOTH),
+    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar, linear=_OF_BOTH),
+    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar, linear=_OF_BOTH),
+    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar, linear=_OF_EACH),
+    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div, linear=_OF_SELF),
     *_elementwise(
         _div_mode, aten.div.Tensor_mode, aten.div.Scalar_mode, flops=4, special=1, discontinuous=True
     ),
@@ -326,9 +332,11 @@ _ARITHMETIC = (
     *_elementwise(
         fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar
     ),
-    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3),
-    *_elementwise(_addcmul, aten.addcmul.default, flops=2),
-    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1),
+    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, linear=(("self", "end"),)),
+    *_elementwise(
+        _addcmul, aten.addcmul.default, flops=2, linear=(("self", "tensor1"), ("self", "tensor2"))
+    ),
+    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1, linear=(("self", "tensor1"),)),
     *_elementwise(_maximum, aten.maximum.default),
     *_elementwise(_minimum, aten.minimum.default),
     # Unlike maximum and minimum these ignore a NaN on one side.
@@ -376,12 +384,13 @@ _COMPARISONS = (
     *_elementwise(
         lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN, discontinuous=True
     ),
-    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN),
+    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN, linear=_OF_BOTH),
     *_elementwise(
         lambda self, mask, value: tl.where(mask, value, self),
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
         operands=Operands.OWN,
+        linear=(("self", "value"),),
     ),
 )
 
@@ -533,22 +542,35 @@ _FUNCTIONS = (
 )
 
 _COPIES_AND_CONSTANTS = (
-    *_elementwise(lambda a, **_: a, prims.convert_element_type.default, flops=0),
+    *_elementwise(lambda a, **_: a, prims.convert_element_type.default, flops=0, linear=(("a",),)),
     *_elementwise(
         lambda self, **_: self,
         aten._to_copy.default,
         aten.clone.default,
         aten.lift_fresh_copy.default,
         flops=0,
+        linear=_OF_SELF,
     ),
-    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0),
+    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0, linear=(("src",),)),
     *_elementwise(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor, flops=0),
-    *_elementwise(lambda fill_value, **_: fill_value, aten.full.default, aten.full_like.default, flops=0),
-    *_elementwise(lambda **_: Literal(0), aten.zeros_like.default, flops=0),
-    *_elementwise(lambda **_: Literal(1), aten.ones_like.default, flops=0),
-    *_elementwise(lambda s, **_: s, aten.scalar_tensor.default, flops=0),
     *_elementwise(
-        None, aten.arange.start_step, aten.arange.start, aten.arange.default, prims.iota.default, flops=0
+        lambda fill_value, **_: fill_value,
+        aten.full.default,
+        aten.full_like.default,
+        flops=0,
+        fill=Fill.NUMBER,
+    ),
+    *_elementwise(lambda **_: Literal(0), aten.zeros_like.default, flops=0, fill=Fill.NUMBER),
+    *_elementwise(lambda **_: Literal(1), aten.ones_like.default, flops=0, fill=Fill.NUMBER),
+    *_elementwise(lambda s, **_: s, aten.scalar_tensor.default, flops=0, fill=Fill.NUMBER),
+    *_elementwise(
+        None,
+        aten.arange.start_step,
+        aten.arange.start,
+        aten.arange.default,
+        prims.iota.default,
+        flops=0,
+        fill=Fill.COUNT,
     ),
     # Whoever writes into an empty tensor writes all of it that is ever read: any constant will do.
     *_elementwise(
@@ -562,14 +584,17 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise(None, aten._efficientzerotensor.default, flops=0),
 )
 
-_GATHERS = _elementwise(
-    None,
-    aten.embedding.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_select.default,
-    flops=0,
+_GATHERS = (
+    *_elementwise(None, aten.embedding.default, flops=0, linear=(("weight",),)),
+    *_elementwise(
+        None,
+        aten.gather.default,
+        aten.index.Tensor,
+        aten._unsafe_index.Tensor,
+        aten.index_select.default,
+        flops=0,
+        linear=_OF_SELF,
+    ),
 )
 
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
@@ -591,7 +616,7 @@ _REDUCTIONS = (
 
 # Operations: of each element with those of its thread, and of the threads' results with each other.
 _SCANS = (
-    _scan("sum", aten.cumsum.default),
+    _scan("sum", aten.cumsum.default, linear=_OF_SELF),
     _scan("prod", aten.cumprod.default),
     _scan("logsumexp", aten.logcumsumexp.default, flops=40, special=3),
     _scan("max", running.largest),
@@ -600,15 +625,12 @@ _SCANS = (
     _scan("argmin", running.where_smallest, flops=20),
 )
 
-_LAYOUTS = _layout(
-    *VIEWS,
-    *SPLITS,
-    aten.cat.default,
-    aten.stack.default,
-    aten.constant_pad_nd.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.flip.default,
+_LAYOUTS = (
+    *_layout(*VIEWS, aten.flip.default, linear=_OF_SELF),
+    *_layout(*SPLITS),
+    *_layout(aten.cat.default, aten.stack.default, linear=(("tensors",),)),
+    *_layout(aten.constant_pad_nd.default, linear=(("self", "value"),)),
+    *_layout(aten.slice_scatter.default, aten.select_scatter.default, linear=(("self", "src"),)),
 )
 
 # Operations of each element and tap, of which `ir/dag.py` counts how many there are.
@@ -641,12 +663,49 @@ OPS: tuple[OpSpec, ...] = (
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
 
+# No cluster holds these.
+_SCATTERS: dict[object, tuple[tuple[str, ...], ...]] = {
+    aten.scatter.src: (("self", "src"),),
+    aten.scatter.value: (("self", "value"),),
+    aten.scatter_add.default: (("self", "src"),),
+}
 _BY_TARGET = {spec.target: spec for spec in OPS}
 
 
 def spec_of(target: object) -> OpSpec | None:
     """Return the row of an ATen overload, or None for everything that is not in the table."""
     return _BY_TARGET.get(target) if isinstance(target, OpOverload) else None
+
+
+def linear_in(target: object) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of arguments in which an operator is linear (see `OpSpec`): of a row of the table, of
+    a matrix product or of a scatter."""
+    spec, factors = spec_of(target), factors_of(target)
+    if spec is not None:
+        return spec.linear
+    if factors is None or factors.rank is None:
+        return _SCATTERS.get(target, ())
+    added = (factors.added,) if factors.added else ()
+    return (factors.left, *added), (factors.right, *added)
+
+
+def fill_of(target: object) -> Fill | None:
+    """Return what an operator's result holds if no element of an operand decides it, else None."""
+    spec = spec_of(target)
+    return spec.fill if spec is not None else None
+
+
+def filled_with(target: object, arguments: Mapping[str, Any]) -> float | None:
+    """Return the number that a new tensor is filled with, or None for any other operator's result.
+
+    arguments: by the names of the schema, with a node for what is computed.
+    """
+    spec = spec_of(target)
+    if spec is None or spec.expr is None or spec.fill is not Fill.NUMBER:
+        return None
+    value: Any = spec.expr(**arguments)
+    value = value.value if isinstance(value, Literal) else value
+    return value if isinstance(value, int | float) else None
 
 
 def is_always_held(target: object) -> bool:

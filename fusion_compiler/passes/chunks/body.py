@@ -11,20 +11,12 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
+from fusion_compiler.ops.schema import sizes_argument
 from fusion_compiler.passes.chunks.generated import counted
 from fusion_compiler.passes.chunks.region import Region
 from fusion_compiler.passes.chunks.rows import Over, factors, shape
 
 aten = torch.ops.aten
-
-# Operators that take the sizes of their results as an argument, and the position of that argument.
-_SIZES: dict[Any, int] = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.expand.default: 1,
-    aten.full.default: 0,
-}
 
 
 def chunked(
@@ -88,8 +80,9 @@ class _Body:
     def _copy(self, node: fx.Node, place: Rows | Over) -> fx.Node:
         arguments: list[Any] = list(map_arg(node.args, lambda n: self.env[n]))
         options = dict(map_arg(node.kwargs, lambda n: self.env[n]))
-        if isinstance(place, Rows) and node.target in _SIZES:
-            arguments[_SIZES[node.target]] = self._sizes(node, place)
+        sizes = sizes_argument(node.target)
+        if isinstance(place, Rows) and sizes is not None:
+            arguments[sizes] = self._sizes(node, place)
         elif place is Over.SUM and node.meta["val"].is_floating_point():
             options["dtype"] = wide(node.meta["val"].dtype)
         if node.target in (aten.view.default, aten._unsafe_view.default):
