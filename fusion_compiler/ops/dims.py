@@ -42,7 +42,7 @@ def dim_of(arguments: Mapping[str, Any], rank: int) -> int | None:
 
 def dims_along(target: OpOverload, arguments: Mapping[str, Any], rank: int) -> tuple[int, ...] | None:
     """Return the dimensions along which an element of the result depends on the operand's elements at other
-    places: those of a reduction, a scan, a lookup or a pad. Return None for any other operator.
+    places: those of a reduction, a scan, a lookup, a flip or a pad. Return None for any other operator.
 
     arguments: by the names of the schema (`schema.bound`). rank: the operand's.
     """
@@ -53,6 +53,8 @@ def dims_along(target: OpOverload, arguments: Mapping[str, Any], rank: int) -> t
     if kind is Kind.SCAN or target in _LOOKUPS:
         dim = dim_of(arguments, rank)
         return () if dim is None else (dim,)
+    if target is aten.flip.default:
+        return tuple(wrap(d, rank) for d in arguments["dims"])
     if target is aten.constant_pad_nd.default:
         pad = arguments["pad"]
         return tuple(rank - 1 - i // 2 for i in range(0, len(pad), 2) if pad[i] != 0 or pad[i + 1] != 0)

@@ -67,6 +67,7 @@ X = torch.rand(2, 3, 4) + 0.5
         (aten.scatter_add.default, (torch.zeros(2, 3, 4), 1, INDEX, X)),
         (aten.constant_pad_nd.default, (X, [1, -1])),
         (aten.constant_pad_nd.default, (X, [0, 0, 2, -2, 0, 0])),
+        (aten.flip.default, (X, [0, -1])),
         (aten.sum.dim_IntList, (X, [0, 2], True)),
         (aten.argmax.default, (X, 1, True)),
     ],

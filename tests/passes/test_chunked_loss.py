@@ -114,6 +114,12 @@ def entropy(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     return -(p * (p + 1e-6).log()).sum(-1).mean()
 
 
+def cumulative(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
+    """The ranked probability score."""
+    below = torch.arange(VOCABULARY) >= t.flatten()[:, None]
+    return (logits_of(x, w).softmax(-1).cumsum(-1) - below.float()).square().mean()
+
+
 def squared(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
     """Gradients depend on what all rows give."""
     return F.cross_entropy(logits_of(x, w), t.flatten()).square()
@@ -134,6 +140,7 @@ LOSSES: dict[Callable[..., Tensor], str] = {
     preferred: AGAIN,
     focal: IN_FORWARD,
     entropy: IN_FORWARD,
+    cumulative: IN_FORWARD,
     squared: AGAIN,
 }
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import fake_mode, hinted
+from fusion_compiler.capture.graphs import ancestors, fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
@@ -210,7 +210,9 @@ class Rewriter:
     def _make_unit(self, region: Region, factor: fx.Node) -> None:
         """Compute the region's inputs that depend on the loss's gradient in the forward pass, for a gradient
         of one."""
-        for node in sorted(_before(region.inputs, self.survey.backward), key=self.survey.order.__getitem__):
+        backward, order = self.survey.backward, self.survey.order
+        needed = {a for n in region.inputs if n in backward for a in ancestors(n)} & backward
+        for node in sorted(needed, key=order.__getitem__):
             with self.graph.inserting_before(region.exits[0]):
                 if node is factor:
                     copy = _full(node, 1)
@@ -289,18 +291,6 @@ def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
         scaled = like.graph.call_function(aten._to_copy.default, (scaled,), {"dtype": wanted})
         scaled.meta = dict(like.meta)
     return scaled
-
-
-def _before(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of `within` that are among `nodes` or that these are computed from."""
-    reached: set[fx.Node] = set()
-    stack = [n for n in nodes if n in within]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += [n for n in node.all_input_nodes if n in within]
-    return reached
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -11,28 +10,25 @@ from torch.utils._pytree import tree_leaves
 from fusion_compiler.capture.graphs import arguments
 from fusion_compiler.ir.layout import view_of_node
 from fusion_compiler.ops.table import linear_in
-from fusion_compiler.passes.chunks.generated import number_in, of_sizes
+from fusion_compiler.passes.chunks.generated import number_in
+from fusion_compiler.passes.chunks.region import dependents
 
 
 def linear(graph: fx.Graph, factor: fx.Node) -> set[fx.Node]:
     """Return `factor` and the nodes that are proportional to it."""
-    proportional = {factor}
-    after = {factor}
+    after, proportional = dependents(graph, [factor]), {factor}
     for node in graph.nodes:
-        if not of_sizes(node) and not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-            if _is_linear(node, {n: n in proportional for n in node.all_input_nodes if n in after}):
-                proportional.add(node)
+        reads = after.intersection(node.all_input_nodes)
+        if node in after and reads <= proportional and _is_linear(node, reads):
+            proportional.add(node)
     return proportional
 
 
-def _is_linear(node: fx.Node, reads: Mapping[fx.Node, bool]) -> bool:
-    """True if a node is proportional to the factor.
-
-    reads: the operands that depend on the factor, and whether they are proportional to it.
-    """
+def _is_linear(node: fx.Node, reads: set[fx.Node]) -> bool:
+    """True if a node is proportional to the factor. reads: its operands that depend on the factor, all of
+    which are proportional to it."""
     groups = linear_in(node.target)
-    if not groups or not all(reads.values()) or not node.meta["val"].is_floating_point():
+    if not groups or not node.meta["val"].is_floating_point():
         return False
     named = arguments(node)
     for group in groups:

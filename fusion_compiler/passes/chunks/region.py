@@ -152,10 +152,7 @@ class Survey:
                 return True
             if is_product(node):
                 continue
-            try:
-                needed = operands(node, rows)
-            except NotByRowsError:
-                continue
+            needed = _operands(node, rows) or {}
             stack += [(n, r) for n, r in needed.items() if r is not None and n not in seen]
             seen |= set(needed)
         return False
@@ -209,9 +206,10 @@ class _Grown:
                 needed = self.survey.needs(node, place)
             except NotByRowsError as error:
                 raise RefusedError(f"{_named(node)}: {error}") from error
-            pending += [(n, rows) for n, rows in needed.items() if rows is not None and self.inside(n, rows)]
             for operand, rows in needed.items():
-                if rows is None or not self.inside(operand, rows):
+                if rows is not None and self.inside(operand, rows):
+                    pending.append((operand, rows))
+                else:
                     self.read(operand, rows)
 
     def inside(self, node: fx.Node, rows: Rows) -> bool:
@@ -224,17 +222,18 @@ class _Grown:
                 return False
             return survey.is_wide(node) or not self.saved or node in survey.backward
         if node in survey.after and not self.saved:
-            raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
+            return False
         if survey.is_wide(node) and is_product(node) and rows == Rows(0, 1):
             if node not in survey.backward:
                 raise AnotherError(node)
             return False
-        return survey.is_made_of_wide(node, rows) and _has_rows(node, rows)
+        return survey.is_made_of_wide(node, rows) and _operands(node, rows) is not None
 
     def read(self, node: fx.Node, rows: Rows | None) -> None:
-        if rows is None and node in self.survey.rows_of:
+        has_rows = node in self.survey.rows_of
+        if rows is None and has_rows:
             raise RefusedError(f"all rows read {_named(node)}, which depends on them")
-        if rows is None and node in self.survey.after and not self.saved:
+        if node in self.survey.after and not has_rows and not self.saved:
             raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
         if self.inputs.setdefault(node, rows) != rows:
             raise RefusedError(f"{_named(node)} is read by its rows and whole")
@@ -259,12 +258,12 @@ class _Grown:
         return node in wanted or any(user not in self.nodes for user in node.users)
 
 
-def _has_rows(node: fx.Node, rows: Rows) -> bool:
+def _operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None] | None:
+    """Return where the operands of a node have the rows, or None if it does not work by rows."""
     try:
-        operands(node, rows)
+        return operands(node, rows)
     except NotByRowsError:
-        return False
-    return True
+        return None
 
 
 def _named(node: fx.Node) -> str:
