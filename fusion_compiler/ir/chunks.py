@@ -28,6 +28,18 @@ class Rows:
     start: int
     stop: int
 
+    @property
+    def dims(self) -> range:
+        return range(self.start, self.stop)
+
+    def of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sizes of the dimensions that are the rows."""
+        return shape[self.start : self.stop]
+
+    def counting(self, count: int, shape: Sequence[int]) -> list[int]:
+        """Return a shape with `count` rows, in the last of their dimensions; the others have one element."""
+        return [*shape[: self.start], *[1] * (self.stop - self.start - 1), count, *shape[self.stop :]]
+
     def moved(self, by: int) -> Rows:
         return Rows(self.start + by, self.stop + by)
 
@@ -144,10 +156,7 @@ class Chunked:
 
 def flattened(x: Tensor, rows: Rows) -> Tensor:
     """Return `x` with all its rows in the last of their dimensions; the others have one element."""
-    total = math.prod(x.shape[rows.start : rows.stop])
-    return x.reshape(
-        *x.shape[: rows.start], *[1] * (rows.stop - rows.start - 1), total, *x.shape[rows.stop :]
-    )
+    return x.reshape(rows.counting(math.prod(rows.of(x.shape)), x.shape))
 
 
 def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int, rows: int) -> Tensor:
@@ -155,7 +164,7 @@ def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int
     if isinstance(result, Joined):
         value, dim = values[result.source], result.rows.stop - 1
         if total is None:
-            total = value.new_empty([*value.shape[:dim], rows, *value.shape[dim + 1 :]])
+            total = value.new_empty(result.rows.counting(rows, value.shape))
         total.narrow(dim, first, value.shape[dim]).copy_(value)
         return total
     if isinstance(result, Added):

@@ -23,6 +23,7 @@ from fusion_compiler.ir.eager_checks import refuses_node
 from fusion_compiler.ir.reproducible import reproducible_values
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.recurrent import LAYERS
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.schema import bound, written
 from fusion_compiler.ops.table import Kind, spec_of
 
@@ -221,13 +222,6 @@ def argument_of(arg: object) -> object:
     return arg
 
 
-# The argument of a matrix product whose last dimension is summed.
-_SUMMED = {
-    "mm": "self", "bmm": "self", "linear": "input", "expert_mm": "rows", "addmm": "mat1", "baddbmm": "batch1",
-    "_addmm_activation": "mat1",
-}  # fmt: skip
-
-
 def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorMeta], hints: Hints) -> int:
     """Return the arithmetic of one op: table rows by element, matrix products by their inner dimension.
 
@@ -259,8 +253,9 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         weight = meta("weight") if "weight" in named else outputs[0]
         return spec.flops * numel_of(positions) * numel(weight.shape[2:], hints)
     backward = "backward" in name
-    if name in _SUMMED:
-        return 2 * out * hint(meta(_SUMMED[name]).shape[-1], hints)
+    factors = factors_of(node.target)
+    if factors is not None:
+        return 2 * out * hint(meta(factors.left).shape[-1], hints)
     if "attention" in name and len(operands) >= 3:
         products = 10 if backward else 4  # two products forward, five in the backward pass
         return products * numel_of(meta("query")) * hint(meta("key", 1).shape[-2], hints)

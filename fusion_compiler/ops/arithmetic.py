@@ -6,10 +6,7 @@ stands here, and `ir.loops.is_applied` is true for any other one as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -25,8 +22,3 @@ BITS_NOT, BITS_AND, RIGHT_SHIFT = (
 )  # fmt: skip
 WHERE, CAST = aten.where.self, aten._to_copy.default
 
-# The arguments that are the factors of a matrix product. A `self` beside them is added to it.
-MATRIX_PRODUCTS: Mapping[OpOverload, tuple[str, str]] = {
-    aten.mm.default: ("self", "mat2"), aten.bmm.default: ("self", "mat2"),
-    aten.addmm.default: ("mat1", "mat2"), aten.baddbmm.default: ("batch1", "batch2"),
-}  # fmt: skip

@@ -51,8 +51,10 @@ _OPERATORS: Mapping[OpOverload, tuple[str, Lookups]] = {
     expert_mm: ("expert", Lookups("matrices")),
     put: ("indices", Lookups("view", wraps=True)),
 }
-# The lookups whose result is nothing but the elements that are looked up.
-GATHERS = tuple(target for target in _OPERATORS if target not in (expert_mm, put))
+# The lookups whose result is nothing but the elements that are looked up, with the argument that holds these.
+GATHERS = {
+    target: looked.operand for target, (_, looked) in _OPERATORS.items() if target not in (expert_mm, put)
+}
 
 
 def lookups_of(

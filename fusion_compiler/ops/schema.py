@@ -36,6 +36,12 @@ def written(overload: object) -> tuple[int, ...]:
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
+def sizes_argument(target: object) -> int | None:
+    """Return the position of the argument with the sizes of the result, as views and new tensors take it."""
+    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    return next((i for i, a in enumerate(arguments) if a.name in ("size", "shape")), None)
+
+
 def bound(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by the names of the operator's schema, with defaults filled in."""
     named = defaults_of(target)

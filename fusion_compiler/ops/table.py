@@ -119,6 +119,8 @@ class OpSpec:
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.
     form: how the result is lowered, unless it is `expr` of the operands at the same point.
+    linear: groups of arguments, by name. While all other arguments stay the same, the result is a linear
+        function of the arguments of a group together: a + b of both, a * b of either one.
     """
 
     target: OpOverload
@@ -139,6 +141,7 @@ class OpSpec:
     selects_bits: bool = False
     multiplies: bool = False
     form: Form | None = None
+    linear: tuple[tuple[str, ...], ...] = ()
 
     def applied(self, row: Row, arguments: Mapping[str, Any]) -> Expression:
         """Return an expression of this operator, such as `expr`, with its arguments filled in."""
@@ -299,24 +302,30 @@ def _elementwise(expr: Row | None, *targets: OpOverload, **facts: Any) -> tuple[
     return tuple(OpSpec(target, Kind.ELEMENTWISE, expr, **facts) for target in targets)
 
 
+_OF_SELF = (("self",),)
+_OF_BOTH = (("self", "other"),)
+_OF_EACH = (("self",), ("other",))
+
+
 def _fill(expr: Row | None, *targets: OpOverload) -> tuple[OpSpec, ...]:
     return _elementwise(expr, *targets, flops=0, form=Form.FILL)
 
 
-def _layout(*targets: OpOverload, form: Form | None = None) -> tuple[OpSpec, ...]:
-    return tuple(OpSpec(target, Kind.LAYOUT, flops=0, form=form) for target in targets)
+def _layout(*targets: OpOverload, **facts: Any) -> tuple[OpSpec, ...]:
+    return tuple(OpSpec(target, Kind.LAYOUT, flops=0, **facts) for target in targets)
 
 
 def _reduction(combine: str, *targets: OpOverload) -> tuple[OpSpec, ...]:
-    chooses = combine not in ("sum", "prod")
-    return tuple(OpSpec(t, Kind.REDUCTION, combine=combine, discontinuous=chooses) for t in targets)
-
-
-def _scan(combine: str, target: OpOverload, flops: int = 8, special: int = 0) -> OpSpec:
-    chooses = combine not in ("sum", "prod", "logsumexp")
-    return OpSpec(
-        target, Kind.SCAN, combine=combine, flops=flops, special=special, discontinuous=chooses
+    chooses, linear = combine not in ("sum", "prod"), _OF_SELF if combine == "sum" else ()
+    return tuple(
+        OpSpec(target, Kind.REDUCTION, combine=combine, discontinuous=chooses, linear=linear)
+        for target in targets
     )
+
+
+def _scan(combine: str, target: OpOverload, flops: int = 8, **row: Any) -> OpSpec:
+    chooses = combine not in ("sum", "prod", "logsumexp")
+    return OpSpec(target, Kind.SCAN, combine=combine, flops=flops, discontinuous=chooses, **row)
 
 
 def _condition(expr: Row, *targets: OpOverload, **facts: Any) -> tuple[OpSpec, ...]:
@@ -335,12 +344,22 @@ def _comparison(
 _ARITHMETIC = (
     *_elementwise(tl.abs, aten.abs.default, chooses=True),
     # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
-    *_elementwise(lambda self: self * -1, aten.neg.default, keeps_zero=True, chooses=True),
-    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar, keeps_zero=True),
-    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar, keeps_zero=True),
-    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar),
-    *_elementwise(lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar, multiplies=True),
-    *_elementwise(_div, aten.div.Tensor, aten.div.Scalar, special=1, fp16=_fp16_div, multiplies=True),
+    *_elementwise(lambda self: self * -1, aten.neg.default, keeps_zero=True, chooses=True, linear=_OF_SELF),
+    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar, keeps_zero=True, linear=_OF_BOTH),
+    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar, keeps_zero=True, linear=_OF_BOTH),
+    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar, linear=_OF_BOTH),
+    *_elementwise(
+        lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar, multiplies=True, linear=_OF_EACH
+    ),
+    *_elementwise(
+        _div,
+        aten.div.Tensor,
+        aten.div.Scalar,
+        special=1,
+        fp16=_fp16_div,
+        multiplies=True,
+        linear=_OF_SELF,
+    ),
     *_elementwise(
         _div_mode,
         aten.div.Tensor_mode,
@@ -375,9 +394,24 @@ _ARITHMETIC = (
     *_elementwise(
         fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar, multiplies=True
     ),
-    *_elementwise(_lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, multiplies=True),
-    *_elementwise(_addcmul, aten.addcmul.default, flops=2, multiplies=True),
-    *_elementwise(_addcdiv, aten.addcdiv.default, flops=2, special=1, multiplies=True),
+    *_elementwise(
+        _lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, multiplies=True, linear=(("self", "end"),)
+    ),
+    *_elementwise(
+        _addcmul,
+        aten.addcmul.default,
+        flops=2,
+        multiplies=True,
+        linear=(("self", "tensor1"), ("self", "tensor2")),
+    ),
+    *_elementwise(
+        _addcdiv,
+        aten.addcdiv.default,
+        flops=2,
+        special=1,
+        multiplies=True,
+        linear=(("self", "tensor1"),),
+    ),
     *_elementwise(_maximum, aten.maximum.default, chooses=True),
     *_elementwise(_minimum, aten.minimum.default, chooses=True),
     # Unlike maximum and minimum these ignore a NaN on one side.
@@ -427,12 +461,20 @@ _COMPARISONS = (
     *_condition(lambda self, other: self | other, aten.logical_or.default),
     *_condition(lambda self, other: self ^ other, aten.logical_xor.default),
     *_condition(lambda self: self.eq(0), aten.logical_not.default, operands=Operands.OWN),
-    *_elementwise(tl.where, aten.where.self, operands=Operands.OWN, chooses=True, selects_bits=True),
+    *_elementwise(
+        tl.where,
+        aten.where.self,
+        operands=Operands.OWN,
+        chooses=True,
+        selects_bits=True,
+        linear=_OF_BOTH,
+    ),
     *_elementwise(
         lambda self, mask, value: tl.where(mask, value, self),
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
         operands=Operands.OWN,
+        linear=(("self", "value"),),
     ),
 )
 
@@ -587,7 +629,11 @@ _FUNCTIONS = (
 
 _COPIES_AND_CONSTANTS = (
     *_elementwise(
-        lambda a, **_: a, prims.convert_element_type.default, flops=0, operator=aten._to_copy.default
+        lambda a, **_: a,
+        prims.convert_element_type.default,
+        flops=0,
+        operator=aten._to_copy.default,
+        linear=(("a",),),
     ),
     *_elementwise(
         lambda self, **_: self,
@@ -595,9 +641,10 @@ _COPIES_AND_CONSTANTS = (
         aten.lift_fresh_copy.default,
         flops=0,
         keeps_zero=True,
+        linear=_OF_SELF,
     ),
-    *_elementwise(lambda self, **_: self, aten.clone.default, flops=0, form=Form.COPY),
-    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0, form=Form.COPY),
+    *_elementwise(lambda self, **_: self, aten.clone.default, flops=0, form=Form.COPY, linear=_OF_SELF),
+    *_elementwise(lambda src, **_: src, aten.copy.default, flops=0, form=Form.COPY, linear=(("src",),)),
     *_fill(lambda value, **_: value, aten.fill.Scalar, aten.fill.Tensor),
     *_fill(lambda fill_value, **_: fill_value, aten.full.default, aten.full_like.default),
     *_fill(lambda **_: Literal(0), aten.zeros_like.default, aten._efficientzerotensor.default),
@@ -622,7 +669,10 @@ _COPIES_AND_CONSTANTS = (
     ),
 )
 
-_GATHERS = _elementwise(None, *GATHERS, flops=0, form=Form.LOOKUP)
+_GATHERS = tuple(
+    OpSpec(target, Kind.ELEMENTWISE, flops=0, form=Form.LOOKUP, linear=((operand,),))
+    for target, operand in GATHERS.items()
+)
 
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
 _SUMS_OF_ROWS = tuple(
@@ -643,7 +693,7 @@ _REDUCTIONS = (
 
 # Operations: of each element with those of its thread, and of the threads' results with each other.
 _SCANS = (
-    _scan("sum", aten.cumsum.default),
+    _scan("sum", aten.cumsum.default, linear=_OF_SELF),
     _scan("prod", aten.cumprod.default),
     _scan("logsumexp", aten.logcumsumexp.default, flops=40, special=3),
     _scan("max", running.largest),
@@ -653,12 +703,18 @@ _SCANS = (
 )
 
 _LAYOUTS = (
-    *_layout(*VIEWS, *SPLITS),
-    *_layout(aten.cat.default, form=Form.CONCATENATION),
-    *_layout(aten.stack.default, form=Form.STACK),
-    *_layout(aten.constant_pad_nd.default, form=Form.PADDING),
-    *_layout(aten.slice_scatter.default, aten.select_scatter.default, form=Form.OVERLAY),
-    *_layout(aten.flip.default, form=Form.REVERSAL),
+    *_layout(*VIEWS, linear=_OF_SELF),
+    *_layout(*SPLITS),
+    *_layout(aten.cat.default, form=Form.CONCATENATION, linear=(("tensors",),)),
+    *_layout(aten.stack.default, form=Form.STACK, linear=(("tensors",),)),
+    *_layout(aten.constant_pad_nd.default, form=Form.PADDING, linear=(("self", "value"),)),
+    *_layout(
+        aten.slice_scatter.default,
+        aten.select_scatter.default,
+        form=Form.OVERLAY,
+        linear=(("self", "src"),),
+    ),
+    *_layout(aten.flip.default, form=Form.REVERSAL, linear=_OF_SELF),
 )
 
 # Operations of each element and tap, of which `ir/dag.py` counts how many there are.

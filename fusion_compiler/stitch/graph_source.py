@@ -29,11 +29,12 @@ from torch import fx
 from torch.autograd import profiler
 from torch.fx.graph import CodeGen, PythonCode
 
-from fusion_compiler.ops.arithmetic import MATRIX_PRODUCTS
 from fusion_compiler.ops.own import depthwise
 
 # Matrix products by torch's own bindings: two thirds of the host time of an ATen overload's call.
-_QUICK = {product: getattr(torch, product._opname) for product in MATRIX_PRODUCTS} | depthwise.CALLS
+_QUICK = depthwise.CALLS | {
+    getattr(torch.ops.aten, name).default: getattr(torch, name) for name in ("mm", "addmm", "bmm", "baddbmm")
+}
 
 
 def quick(target: Any) -> Any:

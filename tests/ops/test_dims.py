@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ops.dims import dim_of, reduced_dims
+from fusion_compiler.ops.facts import dims_along
 from fusion_compiler.ops.schema import bound
 from fusion_compiler.ops.table import OPS, Kind
 
@@ -49,3 +50,45 @@ def test_a_tensor_without_dimensions_is_reduced_along_none() -> None:
     x = torch.rand(())
     assert reduced_dims(bound(aten.amax.default, (x, [-1]), {}), 0) == ()
     assert dim_of(bound(aten.cumsum.default, (x, -1), {}), 0) is None
+
+
+INDEX = torch.randint(3, (2, 3, 4))
+
+
+X = torch.rand(2, 3, 4) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (aten.cumsum.default, (X, 1)),
+        (aten.cumprod.default, (X, -1)),
+        (aten.gather.default, (X, 1, INDEX)),
+        (aten.scatter.src, (torch.zeros(2, 3, 4), -2, INDEX, X)),
+        (aten.scatter_add.default, (torch.zeros(2, 3, 4), 1, INDEX, X)),
+        (aten.constant_pad_nd.default, (X, [1, -1])),
+        (aten.constant_pad_nd.default, (X, [0, 0, 2, -2, 0, 0])),
+        (aten.flip.default, (X, [0, -1])),
+        (aten.sum.dim_IntList, (X, [0, 2], True)),
+        (aten.argmax.default, (X, 1, True)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, OpOverload) else "",
+)
+def test_an_element_depends_on_other_places_along_these_dimensions_alone(
+    target: OpOverload, arguments: tuple[Any, ...]
+) -> None:
+    along = dims_along(target, bound(target, arguments, {}), X.ndim)
+    assert along
+    moved = False
+    for place in torch.cartesian_prod(*map(torch.arange, X.shape)).tolist():
+        other = X.clone()
+        other[tuple(place)] += 10
+        result = target(*(other if a is X else a for a in arguments))
+        differs = (target(*arguments) != result).nonzero().tolist()
+        moved = moved or any(at != place for at in differs)
+        assert all(at[d] == place[d] for at in differs for d in range(X.ndim) if d not in along)
+    assert moved
+
+
+def test_of_other_operators_nothing_is_said() -> None:
+    assert dims_along(aten.sort.default, {"self": 0, "dim": 0}, 2) is None

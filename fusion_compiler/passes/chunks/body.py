@@ -11,20 +11,12 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Added, Chunked, Joined, Multiplied, Result, Rows, flattened, wide
+from fusion_compiler.ops.schema import sizes_argument
 from fusion_compiler.passes.chunks.generated import counted
 from fusion_compiler.passes.chunks.region import Region
-from fusion_compiler.passes.chunks.rows import Over, factors, shape
+from fusion_compiler.passes.chunks.rows import Over, Place, factors, shape
 
 aten = torch.ops.aten
-
-# Operators that take the sizes of their results as an argument, and the position of that argument.
-_SIZES: dict[Any, int] = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.expand.default: 1,
-    aten.full.default: 0,
-}
 
 
 def chunked(
@@ -56,10 +48,7 @@ class _Body:
         self.mode = fake_mode([n.meta["val"] for n in region.inputs])
         for node, rows in region.inputs.items():
             self.env[node] = self._input(node, rows)
-        for node in region.constants:
-            arguments = map_arg(node.args, lambda n: self.env[n])
-            self.env[node] = self._call(node, node.target, *arguments, **node.kwargs)
-        for node, place in region.nodes.items():
+        for node, place in {**dict.fromkeys(region.constants), **region.nodes}.items():
             if place is not Over.PRODUCT:
                 self.env[node] = self._copy(node, place)
         self.results = tuple(self._result(node) for node in region.exits)
@@ -85,11 +74,12 @@ class _Body:
         shown = self._call(part, aten.view.default, steps, list(value.shape))
         return self._call(part, aten.add.Tensor, shown, first)
 
-    def _copy(self, node: fx.Node, place: Rows | Over) -> fx.Node:
+    def _copy(self, node: fx.Node, place: Place | None) -> fx.Node:
         arguments: list[Any] = list(map_arg(node.args, lambda n: self.env[n]))
         options = dict(map_arg(node.kwargs, lambda n: self.env[n]))
-        if isinstance(place, Rows) and node.target in _SIZES:
-            arguments[_SIZES[node.target]] = self._sizes(node, place)
+        sizes = sizes_argument(node.target)
+        if isinstance(place, Rows) and sizes is not None:
+            arguments[sizes] = place.counting(self.size, shape(node))
         elif place is Over.SUM and node.meta["val"].is_floating_point():
             options["dtype"] = wide(node.meta["val"].dtype)
         if node.target in (aten.view.default, aten._unsafe_view.default):
@@ -101,15 +91,8 @@ class _Body:
         try:
             return self._call(node, aten.view.default, source, sizes)
         except (RuntimeError, ValueError):
-            options = {"memory_format": torch.contiguous_format}
-            return self._call(
-                node, aten.view.default, self._call(node, aten.clone.default, source, **options), sizes
-            )
-
-    def _sizes(self, node: fx.Node, rows: Rows) -> list[int]:
-        sizes = list(shape(node))
-        sizes[rows.start : rows.stop] = [*[1] * (rows.stop - rows.start - 1), self.size]
-        return sizes
+            source = self._call(node, aten.clone.default, source, memory_format=torch.contiguous_format)
+            return self._call(node, aten.view.default, source, sizes)
 
     def _call(self, like: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
         values = map_arg((arguments, options), lambda n: n.meta["val"])

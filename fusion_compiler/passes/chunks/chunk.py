@@ -19,18 +19,19 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import fake_mode, hinted
+from fusion_compiler.capture.graphs import ancestors, fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.body import chunked
+from fusion_compiler.passes.chunks.generated import number_in, of_sizes
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (
     OF_A_MATRIX,
@@ -41,7 +42,7 @@ from fusion_compiler.passes.chunks.region import (
     dependents,
     tangents,
 )
-from fusion_compiler.passes.chunks.rows import FILLED, PRODUCTS, factors, of_sizes, shape
+from fusion_compiler.passes.chunks.rows import factors, is_product, shape
 
 aten = torch.ops.aten
 RULE = "chunked loss"
@@ -85,7 +86,7 @@ def chunk_losses(graph: fx.Graph) -> Decisions:
     """Cut into chunks, in place, all large logits of a joint or an inference graph that only a loss needs."""
     notes: list[Decision] = []
     gradients = dependents(graph, tangents(graph))
-    large = [n for n in graph.nodes if n.target in PRODUCTS and n not in gradients and _is_large(n, LIMITS)]
+    large = [n for n in graph.nodes if is_product(n) and n not in gradients and _is_large(n, LIMITS)]
     for node in large:
         if not node._erased:
             with contextlib.suppress(_NoLossError):
@@ -154,9 +155,7 @@ class Rewriter:
         survey = self.survey
         backward = [n for n in survey.frontier if n in survey.backward]
         forward = [n for n in survey.frontier if n not in survey.backward]
-        if any(n.target in PRODUCTS for n in forward):
-            raise _NoLossError
-        if not forward:
+        if not forward or any(is_product(n) for n in forward):
             raise _NoLossError
         if not backward:
             loop = self.looped(survey.region(forward))
@@ -202,24 +201,21 @@ class Rewriter:
         The number of labels, a sum of such ones, can then be computed before the loop.
         """
         for node in filter(of_sizes, list(self.graph.nodes)):
-            value: Any = node.meta["val"]
-            number = node.args[1] if FILLED[node.target] is None else FILLED[node.target]
-            options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-            with self.graph.inserting_before(node):
-                full = self.graph.call_function(aten.full.default, (list(value.shape), number), options)
-            full.meta = dict(node.meta)
-            node.replace_all_uses_with(full)
-            self.replacements[node] = full
+            if node.all_input_nodes:
+                with self.graph.inserting_before(node):
+                    full = _full(node, number_in(node))
+                node.replace_all_uses_with(full)
+                self.replacements[node] = full
 
     def _make_unit(self, region: Region, factor: fx.Node) -> None:
         """Compute the region's inputs that depend on the loss's gradient in the forward pass, for a gradient
         of one."""
-        for node in sorted(_before(region.inputs, self.survey.backward), key=self.survey.order.__getitem__):
+        backward, order = self.survey.backward, self.survey.order
+        needed = {a for n in region.inputs if n in backward for a in ancestors(n)} & backward
+        for node in sorted(needed, key=order.__getitem__):
             with self.graph.inserting_before(region.exits[0]):
                 if node is factor:
-                    value = factor.meta["val"]
-                    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-                    copy = self.graph.call_function(aten.full.default, ([], 1), options)
+                    copy = _full(node, 1)
                 else:
                     copy = self.graph.node_copy(node, lambda n: self.replacements.get(n, n))
             copy.meta = {**node.meta, **_FORWARD}
@@ -267,6 +263,15 @@ class Rewriter:
 _FORWARD = {"partitioner_tag": "is_forward"}
 
 
+def _full(like: fx.Node, number: float | None) -> fx.Node:
+    """Emit a tensor like that of a node, filled with a number."""
+    value: Any = like.meta["val"]
+    options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    full = like.graph.call_function(aten.full.default, (list(value.shape), number), options)
+    full.meta = dict(like.meta)
+    return full
+
+
 def _value(node: fx.Node, result: Result) -> Any:
     """Return a new FakeTensor of the value that a loop returns for a node."""
     value: Any = node.meta["val"]
@@ -286,18 +291,6 @@ def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
         scaled = like.graph.call_function(aten._to_copy.default, (scaled,), {"dtype": wanted})
         scaled.meta = dict(like.meta)
     return scaled
-
-
-def _before(nodes: Iterable[fx.Node], within: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of `within` that are among `nodes` or that these are computed from."""
-    reached: set[fx.Node] = set()
-    stack = [n for n in nodes if n in within]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += [n for n in node.all_input_nodes if n in within]
-    return reached
 
 
 def _sort(graph: fx.Graph) -> None:

@@ -6,40 +6,47 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments
-from fusion_compiler.passes.chunks.rows import VIEWS, shape
+from fusion_compiler.ir.layout import view_of_node
+from fusion_compiler.ops.facts import filled_with
+from fusion_compiler.ops.table import Form, form_of
+from fusion_compiler.ops.views import Reshaped
+from fusion_compiler.passes.chunks.rows import shape
 
-aten = torch.ops.aten
-_FULL = aten.full.default
-_COUNTED = {aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default}
-_SHOW = VIEWS | {aten.clone.default}
+_COPY = torch.ops.aten.clone.default
+
+
+def number_in(node: fx.Node) -> float | None:
+    """Return the number that a node fills a new tensor with, or None for any other node."""
+    return filled_with(node.target, arguments(node)) if form_of(node.target) is Form.FILL else None
+
+
+def of_sizes(node: fx.Node) -> bool:
+    """True for a call that reads only the shape of its operand, no element, if the shape is static."""
+    return number_in(node) is not None and all(type(n) is int for n in shape(node))
 
 
 def chain(node: fx.Node) -> list[fx.Node]:
     """Return the nodes from the one that `node` is a view or a copy of up to `node` itself."""
     nodes = [node]
-    while nodes[-1].target in _SHOW and len(nodes[-1].all_input_nodes) == 1:
-        nodes += nodes[-1].all_input_nodes
+    while nodes[-1].target is _COPY or isinstance(view_of_node(nodes[-1]), Reshaped):
+        nodes.append(nodes[-1].all_input_nodes[0])
     return nodes[::-1]
 
 
 def is_generated(node: fx.Node) -> bool:
     source = chain(node)[0]
-    return source.target in _COUNTED | {_FULL} and not source.all_input_nodes
+    is_new = number_in(source) is not None or form_of(source.target) is Form.COUNT
+    return is_new and not source.all_input_nodes
 
 
 def counted(node: fx.Node) -> tuple[int, int] | None:
     """Return (start, step) of a tensor of the integers start, start + step, ... along its one dimension, or
     None for any other tensor."""
-    source = chain(node)[0]
-    if source.target not in _COUNTED or source.all_input_nodes:
+    source, value = chain(node)[0], node.meta["val"]
+    if form_of(source.target) is not Form.COUNT or source.all_input_nodes:
         return None
-    value = node.meta["val"]
     if value.is_floating_point() or max(shape(node), default=1) != value.numel():
         return None
-    if source.target is torch.ops.prims.iota.default:
-        progression = source.kwargs["start"], source.kwargs["step"]
-    else:
-        named = arguments(source)
-        progression = named.get("start", 0), named.get("step", 1)
-    start, step = progression
+    named = arguments(source)
+    start, step = named.get("start", 0), named.get("step", 1)
     return (start, step) if isinstance(start, int) and isinstance(step, int) else None

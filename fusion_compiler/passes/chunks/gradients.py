@@ -28,7 +28,7 @@ from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dependents
-from fusion_compiler.passes.chunks.rows import PRODUCTS, Over, factors, shape
+from fusion_compiler.passes.chunks.rows import Over, factors, is_product, shape
 
 RULE = "chunked gradient"
 ALIGNED = 8  # columns are a multiple of it: products over other numbers are slow
@@ -76,7 +76,7 @@ def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
     after = dependents(graph, [logits])
     widths: list[int] = []
     for node in after:
-        if node.target in PRODUCTS:
+        if is_product(node):
             wide = [n for n in factors(node) if n in after and math.prod(shape(n)) > least]
             others = [n for n in factors(node) if n not in wide]
             widths += [math.prod(shape(n)) // shape(factors(node)[0])[1] for n in others if wide]

@@ -21,19 +21,16 @@ import torch
 from torch import fx
 
 from fusion_compiler.ir.chunks import Rows
-from fusion_compiler.passes.chunks.generated import chain, is_generated
+from fusion_compiler.passes.chunks.generated import chain, is_generated, of_sizes
 from fusion_compiler.passes.chunks.rows import (
-    PRODUCTS,
     NotByRowsError,
     Over,
-    factors,
-    of_sizes,
+    Place,
+    is_product,
     operands,
     result,
     shape,
 )
-
-Place = Rows | Over
 
 OF_A_MATRIX = Rows(0, 1)
 
@@ -89,7 +86,7 @@ class Survey:
 
     def __init__(self, graph: fx.Graph, logits: tuple[fx.Node, ...], where: Rows = OF_A_MATRIX) -> None:
         self.graph, self.logits = graph, logits
-        self.rows = math.prod(shape(logits[0])[where.start : where.stop])
+        self.rows = math.prod(where.of(shape(logits[0])))
         self.least = min(math.prod(shape(node)) for node in logits) // 2
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.tangents = tangents(graph)
@@ -111,13 +108,10 @@ class Survey:
             if node.op == "output":
                 raise NotByRowsError("it is returned")
             place = result(node, reads)
-            needed = self.needs(node, place)
-            if any(needed[n] != rows for n, rows in reads.items()):
-                raise NotByRowsError("its operands have the rows in different places")
         except NotByRowsError as error:
             self._check(node, reads, error)
             return
-        if isinstance(place, Over) or node.target in PRODUCTS:
+        if isinstance(place, Over) or is_product(node):
             self.ends[node] = place
         else:
             self.rows_of[node] = place
@@ -140,12 +134,6 @@ class Survey:
         """Return where each operand of a node has the rows. Raises NotByRowsError."""
         if place is Over.SUM:
             return {n: self.rows_of[n] for n in node.all_input_nodes}
-        if place is Over.PRODUCT:
-            left, right = factors(node)
-            if left is right or shape(left)[1] != self.rows or shape(right)[0] != self.rows:
-                raise NotByRowsError("it is no product over the rows")
-            return {left: Rows(1, 2), right: Rows(0, 1)}
-        assert isinstance(place, Rows)
         return operands(node, place)
 
     def is_wide(self, node: fx.Node) -> bool:
@@ -162,12 +150,9 @@ class Survey:
                 continue
             if self.is_wide(node):
                 return True
-            if node.target in PRODUCTS:
+            if is_product(node):
                 continue
-            try:
-                needed = operands(node, rows)
-            except NotByRowsError:
-                continue
+            needed = _operands(node, rows) or {}
             stack += [(n, r) for n, r in needed.items() if r is not None and n not in seen]
             seen |= set(needed)
         return False
@@ -221,9 +206,10 @@ class _Grown:
                 needed = self.survey.needs(node, place)
             except NotByRowsError as error:
                 raise RefusedError(f"{_named(node)}: {error}") from error
-            pending += [(n, rows) for n, rows in needed.items() if rows is not None and self.inside(n, rows)]
             for operand, rows in needed.items():
-                if rows is None or not self.inside(operand, rows):
+                if rows is not None and self.inside(operand, rows):
+                    pending.append((operand, rows))
+                else:
                     self.read(operand, rows)
 
     def inside(self, node: fx.Node, rows: Rows) -> bool:
@@ -236,17 +222,18 @@ class _Grown:
                 return False
             return survey.is_wide(node) or not self.saved or node in survey.backward
         if node in survey.after and not self.saved:
-            raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
-        if survey.is_wide(node) and node.target in PRODUCTS and rows == Rows(0, 1):
+            return False
+        if survey.is_wide(node) and is_product(node) and rows == Rows(0, 1):
             if node not in survey.backward:
                 raise AnotherError(node)
             return False
-        return survey.is_made_of_wide(node, rows) and _has_rows(node, rows)
+        return survey.is_made_of_wide(node, rows) and _operands(node, rows) is not None
 
     def read(self, node: fx.Node, rows: Rows | None) -> None:
-        if rows is None and node in self.survey.rows_of:
+        has_rows = node in self.survey.rows_of
+        if rows is None and has_rows:
             raise RefusedError(f"all rows read {_named(node)}, which depends on them")
-        if rows is None and node in self.survey.after and not self.saved:
+        if node in self.survey.after and not has_rows and not self.saved:
             raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
         if self.inputs.setdefault(node, rows) != rows:
             raise RefusedError(f"{_named(node)} is read by its rows and whole")
@@ -271,12 +258,12 @@ class _Grown:
         return node in wanted or any(user not in self.nodes for user in node.users)
 
 
-def _has_rows(node: fx.Node, rows: Rows) -> bool:
+def _operands(node: fx.Node, rows: Rows) -> dict[fx.Node, Rows | None] | None:
+    """Return where the operands of a node have the rows, or None if it does not work by rows."""
     try:
-        operands(node, rows)
+        return operands(node, rows)
     except NotByRowsError:
-        return False
-    return True
+        return None
 
 
 def _named(node: fx.Node) -> str:

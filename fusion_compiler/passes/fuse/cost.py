@@ -20,6 +20,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_in, axes_of
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ops.own import depthwise
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.table import spec_of
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
@@ -44,7 +45,6 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise_input_gradient: (0.03, 0.09),
     depthwise.depthwise_weight_gradient: (0.02, 0.13),
 }
-MATRIX_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "expert_mm"})
 DEPTHWISE_US = 4.0  # such a call takes at least so long, on a single image
 EAGER_SHARE = 0.9  # the share of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
@@ -154,7 +154,7 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
 def tokens_of(op: Op, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> float:
     """Return the tokens in flight of a matrix product: its rows, or its columns if these are fewer;
     infinitely many for any other op."""
-    if not isinstance(op.target, OpOverload) or op.target._opname not in MATRIX_PRODUCTS:
+    if factors_of(op.target) is None:
         return inf
     return min(hint(size, hints) for size in op.outputs[0].shape[-2:])
 

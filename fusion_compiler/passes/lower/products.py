@@ -16,12 +16,11 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import LEAST_SHARING, Op, OpDag, Ref
 from fusion_compiler.ir.dims import Dim, product
-from fusion_compiler.ops.arithmetic import MATRIX_PRODUCTS
 from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_split_by, index_splits_below
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -93,10 +92,11 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     """Return an op as a product of floating-point matrices, or None if it is not one."""
     if op.target is expert_mm:
         return _of_experts(dag, op)
-    factors = MATRIX_PRODUCTS.get(op.target) if isinstance(op.target, OpOverload) else None
-    if factors is None:
+    factors = factors_of(op.target)
+    if factors is None or factors.rank is None:
         return None
-    left, right = map(op.operand, factors)
+    named = op.arguments
+    left, right = named[factors.left].name, named[factors.right].name
     a, b = (dag.op(name).outputs[0] for name in (left, right))
     if op.outputs[0].dtype not in FLOATS or {a.dtype, b.dtype} != {op.outputs[0].dtype}:
         return None
@@ -105,9 +105,8 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     sizes = ((d, _most(dag, size)) for d, size in ((batch, m), (batch + 2, n)))
     few, most = min(sizes, key=lambda bound: math.inf if bound[1] is None else bound[1])
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
-    added = None if "self" in factors else op.operand("self")
-    kwargs = dict(op.kwargs)
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    added = named[factors.added].name if factors.added else None
+    beta, alpha = named.get("beta", 1), named.get("alpha", 1)
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
     return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, most, added, beta, alpha)

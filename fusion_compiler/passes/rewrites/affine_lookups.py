@@ -181,7 +181,7 @@ def _gathered(node: fx.Node, count: int, choice: int) -> fx.Node:
 
 AFFINE_LOOKUPS = Pass(
     RULE,
-    Replacements(RULE, GATHERS, _look),
+    Replacements(RULE, tuple(GATHERS), _look),
     does="Replace lookups by affine functions of the coordinates by slices, flips and gathers.",
     when="the index is proved to be such a function",
     gains="their gradients are no scatters",

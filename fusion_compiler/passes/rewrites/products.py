@@ -15,11 +15,13 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments
 from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, shape_of
 
 _aten = torch.ops.aten
-_MATMULS = {_aten.matmul.default, _aten.bmm.default, _aten.mm.default}
-PRODUCTS = {*_MATMULS, _aten.baddbmm.default, _aten.einsum.default}
+PRODUCTS = {
+    _aten.matmul.default, _aten.bmm.default, _aten.mm.default, _aten.baddbmm.default, _aten.einsum.default,
+}  # fmt: skip
 _EINSUM_OPERANDS = 2
 
 
@@ -59,12 +61,12 @@ class Product:
 
 
 def product_of(node: fx.Node) -> Product | None:
-    """Return a node as a product, or None if it is none. Raises Refused for a product of another form."""
-    if node.target in _MATMULS or node.target is _aten.baddbmm.default:
-        named = list(arguments(node).items())
-        (_, a), (_, b) = named[1:3] if node.target is _aten.baddbmm.default else named[:2]
-        return _matmul(node, a, b)
-    return _einsum(node) if node.target is _aten.einsum.default else None
+    """Return a call of one of PRODUCTS as a product; return None or raise Refused for other forms of it."""
+    factors = factors_of(node.target)
+    if factors is None:
+        return _einsum(node)
+    named = arguments(node)
+    return _matmul(node, named[factors.left], named[factors.right])
 
 
 def _matmul(node: fx.Node, a: fx.Node, b: fx.Node) -> Product:

@@ -23,17 +23,10 @@ from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.dims import Hints, hint
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.passes.rewrites.engine import Site, decided
 
-_aten = torch.ops.aten
 RULE = "row ranges"
-# Names of the rows and of the matrix in a product's schema.
-PRODUCTS = {
-    _aten.linear.default: ("input", "weight"),
-    _aten.matmul.default: ("self", "other"),
-    _aten.mm.default: ("self", "mat2"),
-    _aten.addmm.default: ("mat1", "mat2"),
-}
 # Bytes of the matrices that are multiplied by these rows: 4 us at the speed of a copy. With less, launches
 # take most of a call, and a plan for a range is not worth a capture.
 LEAST = 16 << 20
@@ -64,9 +57,10 @@ def guard_row_ranges(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 def _products(graph: fx.Graph) -> Iterator[tuple[fx.Node, torch.SymInt, torch.Tensor]]:
     """Yield the products of a static matrix with rows whose number is only known at run time."""
     for call in graph.nodes:
-        if call.target in PRODUCTS:
+        factors = factors_of(call.target)
+        if factors is not None:
             named = arguments(call)
-            x, matrix = (named[name].meta["val"] for name in PRODUCTS[call.target])
+            x, matrix = (named[name].meta["val"] for name in (factors.left, factors.right))
             is_static = matrix.dim() == 2 and all(isinstance(n, int) for n in matrix.shape)
             rows = math.prod(x.shape[:-1])
             if is_static and isinstance(rows, torch.SymInt):

@@ -23,14 +23,13 @@ from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.dag import CONVERSIONS
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ops.own.experts import expert_mm
+from fusion_compiler.ops.products import Factors, factors_of
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.routing import GROUPED
 
 _aten = torch.ops.aten
 RULE = "scaled rows"
-_PRODUCTS = (
-    _aten.mm.default, _aten.bmm.default, _aten.matmul.default, _aten.linear.default, GROUPED,
-)  # fmt: skip
 _WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -80,11 +79,13 @@ def _scaled(result: fx.Node) -> _Scaled | None:
 
 def _is_product(node: fx.Node, user: fx.Node) -> bool:
     """True if a node is a product without a bias that only `user` reads."""
-    if node.target not in _PRODUCTS or {*node.users} != {user}:
+    factors = Factors("self", "mat2", "bias") if node.target is GROUPED else factors_of(node.target)
+    if factors is None or node.target is expert_mm or {*node.users} != {user}:
         return False
     named = arguments(node)
-    rows, value = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    biased = named.get("bias") is not None or named.get("out_dtype") not in (None, value.dtype)
+    rows, value = named[factors.left].meta["val"], node.meta["val"]
+    biased = factors.added is not None and named[factors.added] is not None
+    biased = biased or named.get("out_dtype") not in (None, value.dtype)
     return not biased and value.dtype in _WIDE_RANGE and rows.shape[:-1] == value.shape[:-1]
 
 
