@@ -127,7 +127,15 @@ class Work:
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
-        for node in loops.nodes:
+        self._count_nodes()
+        self._count_stores()
+        for (written, buffer, terms), (moved, most) in self.partial.items():
+            if (written, buffer, terms) not in self.seen:
+                table = self.writes if written else self.reads
+                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
+
+    def _count_nodes(self) -> None:
+        for node in self.loops.nodes:
             if type(node) is Compute:
                 self.values.append(self._compute(node))
             elif type(node) is Reduce:
@@ -135,9 +143,11 @@ class Work:
             else:
                 self.values.append(self._other(node))
         self.axes = [axes for axes, _, _ in self.values]
-        several = len(loops.stores) > 1
-        pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
-        for number, store in enumerate(loops.stores):
+
+    def _count_stores(self) -> None:
+        stores = self.loops.stores
+        pairs = right_neighbours(self.loops.axes, enumerate(stores)) if len(stores) > 1 else {}
+        for number, store in enumerate(stores):
             axes, _ = self._index(store.index)
             self.moves += self.elements(axes)
             run = 2 if number in pairs or number in pairs.values() else 1
@@ -145,10 +155,6 @@ class Work:
             _, needs, phase = self.values[store.value]
             if phase:
                 self.late |= needs
-        for (written, buffer, terms), (moved, most) in self.partial.items():
-            if (written, buffer, terms) not in self.seen:
-                table = self.writes if written else self.reads
-                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
 
     @cached_property
     def products(self) -> Products | None:
