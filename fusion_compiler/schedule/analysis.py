@@ -44,9 +44,10 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
-from fusion_compiler.schedule.products import Products
+from fusion_compiler.schedule.products import Products, is_product
 from fusion_compiler.schedule.shapes import WORD
 from fusion_compiler.schedule.uses import Uses, uses_of
+from fusion_compiler.schedule.windows import Windows, windows_of
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ class Analysis:
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.rows, self.cols = (axes_in(loops.axes, (group,)) for group in GROUPS)
-        self.ragged = axes_in(loops.axes, (RAGGED,))
+        self.ragged, self.inner = (axes_in(loops.axes, (group,)) for group in (RAGGED, INNER))
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
     @cached_property
@@ -78,11 +79,6 @@ class Analysis:
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]
-
-    @property
-    def inner(self) -> bool:
-        """True if the nest has axes that only tiles have."""
-        return any(axis.group == INNER for axis in self.loops.axes)
 
     @cached_property
     def in_rows(self) -> bool:
@@ -99,6 +95,12 @@ class Analysis:
     def products(self) -> Products | None:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
         return Products.of(self.loops, {})
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """Return the windows of the nest (`schedule.windowed`); None if it has none, or is run otherwise. A
+        filter is multiplied by windows, which overlap: those are no products of few rows."""
+        return None if self.in_rows or is_product(self.loops, self.products) else windows_of(self.loops)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """Return (the index with each contiguous group of axes as one axis, {that axis: its group}).
@@ -205,15 +207,14 @@ class Analysis:
     @cached_property
     def over_different_axes(self) -> bool:
         """True if reductions are over different inner axes, and are no products."""
-        several = self.inner and len({self.reduction(n).axes for n in self.uses}) > 1
+        several = bool(self.inner) and len({self.reduction(n).axes for n in self.uses}) > 1
         return several and self.products is None
 
     @cached_property
     def late_axes(self) -> frozenset[int]:
         """Return the inner axes over which nothing is reduced but what is only stored."""
         read = (n for n, use in self.uses.items() if use.needs_all is not None or use.readers)
-        inner = axes_in(self.loops.axes, (INNER,))
-        return inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
+        return self.inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:

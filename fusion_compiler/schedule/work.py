@@ -161,6 +161,11 @@ class Work:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
         return Products.of(self.loops, self.hints)
 
+    @property
+    def flops(self) -> int:
+        """Return the operations of all classes but random numbers."""
+        return self.fp32 + self.fp64 + self.special + self.integer
+
     def _compute(self, node: Compute) -> tuple[int, int, int]:
         axes = needs = phase = 0
         values, target = self.values, node.target
@@ -337,7 +342,7 @@ class Work:
         elements, run, row_contiguous, varies_over_cols = float(self.points(axes)), 1, False, False
         for key, coefficient in index.terms:
             if key < 0:  # an index that all programs share is an ordinary offset
-                if self.values[~key][0]:
+                if self.values[~key][0] and self.a.windows is None:  # neighbouring windows share elements
                     self.gathered.add(buffer)
                 continue
             varies_over_cols = varies_over_cols or self.group_of[key] == 2

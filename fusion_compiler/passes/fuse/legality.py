@@ -34,7 +34,6 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.ops.table import spec_of
-from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import sums_of_products
 from fusion_compiler.schedule.space import refusal
@@ -171,12 +170,11 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
     loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
     if not inner:
         return None
-    in_windows = windowed.runs(loops)
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
         if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.reduced_groups(i)):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
-        if not in_windows:
+        if a.windows is None:
             continue
         once.append(frozenset[frozenset[int]]().union(*(once[o] for o in operands_of(node))))
         if isinstance(node, Load) and _is_apart(loops, node.index):
