@@ -269,7 +269,7 @@ class Analysis:
     def sums_along(self) -> tuple[int, ...]:
         """Return the sums of float32 along the row that depend on no other reduction of their level."""
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
-        late = self.finish | together
+        late = self.after_rows | together
         along = (i for i in self.reductions if self.is_sum(i) and COLS in self.reduced_groups(i))
         return tuple(i for i in along if i not in late)
 
@@ -342,7 +342,7 @@ class Analysis:
             last_use |= dict.fromkeys((store.value for store in self.loops.stores), len(nodes))
         live, moments = dict[int, int](), list[Mapping[int, int]]()
         for i, node in enumerate(nodes):
-            if i in self.finish:
+            if i in self.after_rows:
                 continue
             if not isinstance(node, Constant | Checked):
                 live[i] = 1 if node.dtype is torch.bool else node.dtype.itemsize
@@ -364,13 +364,9 @@ class Analysis:
         return tuple(by_axes)
 
     @cached_property
-    def finish(self) -> frozenset[int]:
-        """Return the nodes that no program of the main kernel can complete alone."""
-        return self.after_rows
-
-    @cached_property
     def after_rows(self) -> frozenset[int]:
-        """Return the nodes that wait for a reduction over the rows."""
+        """Return the nodes that wait for a reduction over the rows, which no program of the main kernel can
+        complete alone."""
         return waiting(self.loops, self.across_rows)
 
     @cached_property
@@ -447,20 +443,13 @@ class Analysis:
     @cached_property
     def nan_safe_max(self) -> frozenset[int]:
         """Return the maxima whose NaN reaches every store through the online sum anyway."""
-        users = self._reach()
         safe: set[int] = set()
         for total, peak in self.online.items():
-            stores = {s.buffer for s in self.loops.stores if s.value in users[peak]}
-            if stores and all(s.value in users[total] for s in self.loops.stores if s.buffer in stores):
+            of_peak, of_total = waiting(self.loops, (peak,)), waiting(self.loops, (total,))
+            stores = {s.buffer for s in self.loops.stores if s.value in of_peak}
+            if stores and all(s.value in of_total for s in self.loops.stores if s.buffer in stores):
                 safe.add(peak)
         return frozenset(safe)
-
-    def _reach(self) -> list[set[int]]:
-        reach: list[set[int]] = [{i} for i in range(len(self.loops.nodes))]
-        for i in range(len(self.loops.nodes) - 1, -1, -1):
-            for operand in operands_of(self.loops.nodes[i]):
-                reach[operand] |= reach[i]
-        return reach
 
     def fp16_values(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
         """Return the float32 values on which only results of 16 bits or less depend.

@@ -159,7 +159,7 @@ class Work:
     @cached_property
     def products(self) -> Products | None:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
-        return Products.of(self.loops, self.hints)
+        return Products.of(self.loops, self.hints) if self.hints else self.a.products
 
     @property
     def flops(self) -> int:
