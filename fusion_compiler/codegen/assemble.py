@@ -106,6 +106,13 @@ class Nests:
         """Return the analyses for schedules that take a pass for each reduction along a row."""
         return tuple(Analysis(along_rows_first(a.loops)) for a in self.analyses)
 
+    def runs(self, placements: tuple[Placement, ...]) -> list[Run]:
+        """Return the run of each nest, in passes where its placement takes them."""
+        runs = [Run(a, placement) for a, placement in zip(self.analyses, placements, strict=True)]
+        return [
+            Run(self.in_passes[i], run.placement) if run.in_passes else run for i, run in enumerate(runs)
+        ]
+
 
 def build(
     nests: Nests,
@@ -125,22 +132,16 @@ def build(
     name = f"{name}_" if name in GLOBAL else name
     signature = nests.signature
     numbers, tickets = itertools.count(), itertools.count()
-    runs = [Run(a, placement) for a, placement in zip(nests.analyses, placements, strict=True)]
-    runs = [
-        Run(nests.in_passes[i], run.placement) if run.in_passes else run for i, run in enumerate(runs)
-    ]
+    runs = nests.runs(placements)
     splits = [split_of(run, numbers, tickets) for run in runs]
-    mail = [mailboxes(run, position) for position, run in enumerate(runs)]
-    last = (split.last for split in splits if split.last is not None)
-    scratch = (
-        *(b for split, boxes in zip(splits, mail, strict=True) for b in {**split.partials, **boxes}.values()),
-        *(stage.counter for stage in last),
-    )
+    stored = [{**split.partials, **mailboxes(runs[i], i)} for i, split in enumerate(splits)]
+    counters = (split.last.counter for split in splits if split.last is not None)
+    scratch = (*itertools.chain.from_iterable(of_nest.values() for of_nest in stored), *counters)
     if any(run.together > 1 for run in runs):
         constants = None
     main = [
-        Part(run, signature, scratch, split, {**split.partials, **boxes}, constants)
-        for run, split, boxes in zip(runs, splits, mail, strict=True)
+        Part(run, signature, scratch, split, of_nest, constants)
+        for run, split, of_nest in zip(runs, splits, stored, strict=True)
     ]
     after = [
         Part(run, signature, scratch, Split(stores=run.a.loops.stores), constants=constants)

@@ -38,7 +38,7 @@ def mailbox(message: tuple[int, ...]) -> str:
 def messages(a: Analysis) -> Iterator[tuple[int, ...]]:
     """Yield, for each message of all passes, the reductions whose values it holds."""
     for level in range(1, max((a.level[i] for i in a.reductions), default=0) + 1):
-        complete = [n for n in a.reductions if n not in a.finish and a.level[n] == level]
+        complete = [n for n in a.reductions if n not in a.after_rows and a.level[n] == level]
         yield from messages_of(a, [n for state in states_of(a, complete) for n in state.numbers])
 
 

@@ -55,7 +55,7 @@ class RowEmitter(RowTiles):
     def program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
         self.place_grid(number)
-        main = [store for store in self.loops.stores if store.value not in self.a.finish]
+        main = [store for store in self.loops.stores if store.value not in self.a.after_rows]
         rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
         sums = {n: self.reduction(n) for n in self.a.across_rows}
         if loops := placed(rows, Place.LOOP):
@@ -111,7 +111,7 @@ class RowEmitter(RowTiles):
         """Emit one block of rows in passes over its columns. Each level of reductions that depend on each
         other takes one, and a store is made as soon as its value is complete."""
         self.block_depth = self.depth
-        level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.finish]
+        level, reductions = self.a.level, [n for n in self.a.reductions if n not in self.a.after_rows]
         full = [s for s in stores if self.where.of_store(s) & self.where.of_axes(self.columns)]
         of_row = [s for s in stores if s not in full]
         if self.placement.num_stages == 1:
@@ -234,7 +234,7 @@ class RowEmitter(RowTiles):
         needed = self.needed_by(o for store in late for o in self.read_by(store))
         rows = self.where.of_axes(axes_in(self.loops.axes, (ROWS,)))
         for n in sorted(needed):
-            if n not in self.a.finish and not self.depends[n] & rows:
+            if n not in self.a.after_rows and not self.depends[n] & rows:
                 self.tile(n)
         self.store_all(late)
 

@@ -47,9 +47,10 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
-from fusion_compiler.schedule.products import Products
+from fusion_compiler.schedule.products import Products, is_product
 from fusion_compiler.schedule.shapes import WORD
 from fusion_compiler.schedule.uses import Uses, uses_of
+from fusion_compiler.schedule.windows import Windows, windows_of
 
 MOST_FACTORS = 16  # of a product that is taken apart
 SHORT = (*HALVES, str(torch.float8_e4m3fn), str(torch.float8_e5m2))  # with at most 11 significant bits
@@ -66,7 +67,7 @@ class Analysis:
         self.axes = {g: tuple(a for a in loops.axes if a.group == g) for g in GROUPS}
         self.first = {ROWS: 0, COLS: len(self.axes[ROWS])}
         self.rows, self.cols = (axes_in(loops.axes, (group,)) for group in GROUPS)
-        self.ragged = axes_in(loops.axes, (RAGGED,))
+        self.ragged, self.inner = (axes_in(loops.axes, (group,)) for group in (RAGGED, INNER))
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
     @cached_property
@@ -76,11 +77,6 @@ class Analysis:
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]
-
-    @property
-    def inner(self) -> bool:
-        """True if the nest has axes that only tiles have."""
-        return any(axis.group == INNER for axis in self.loops.axes)
 
     @cached_property
     def in_rows(self) -> bool:
@@ -97,6 +93,12 @@ class Analysis:
     def products(self) -> Products | None:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
         return Products.of(self.loops, {})
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """Return the windows of the nest (`schedule.windowed`); None if it has none, or is run otherwise. A
+        filter is multiplied by windows, which overlap: those are no products of few rows."""
+        return None if self.in_rows or is_product(self.loops, self.products) else windows_of(self.loops)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """Return (the index with each contiguous group of axes as one axis, {that axis: its group}).
@@ -203,15 +205,14 @@ class Analysis:
     @cached_property
     def over_different_axes(self) -> bool:
         """True if reductions are over different inner axes, and are no products."""
-        several = self.inner and len({self.reduction(n).axes for n in self.uses}) > 1
+        several = bool(self.inner) and len({self.reduction(n).axes for n in self.uses}) > 1
         return several and self.products is None
 
     @cached_property
     def late_axes(self) -> frozenset[int]:
         """Return the inner axes over which nothing is reduced but what is only stored."""
         read = (n for n, use in self.uses.items() if use.needs_all is not None or use.readers)
-        inner = axes_in(self.loops.axes, (INNER,))
-        return inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
+        return self.inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class Analysis:
     def sums_along(self) -> tuple[int, ...]:
         """Return the sums of float32 along the row that depend on no other reduction of their level."""
         together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
-        late = self.finish | together
+        late = self.after_rows | together
         along = (i for i in self.reductions if self.is_sum(i) and COLS in self.reduced_groups(i))
         return tuple(i for i in along if i not in late)
 
@@ -336,7 +337,7 @@ class Analysis:
             last_use |= dict.fromkeys((store.value for store in self.loops.stores), len(nodes))
         live, moments = dict[int, int](), list[Mapping[int, int]]()
         for i, node in enumerate(nodes):
-            if i in self.finish:
+            if i in self.after_rows:
                 continue
             if not isinstance(node, Constant | Checked):
                 live[i] = 1 if node.dtype is torch.bool else node.dtype.itemsize
@@ -358,13 +359,9 @@ class Analysis:
         return tuple(by_axes)
 
     @cached_property
-    def finish(self) -> frozenset[int]:
-        """Return the nodes that no program of the main kernel can complete alone."""
-        return self.after_rows
-
-    @cached_property
     def after_rows(self) -> frozenset[int]:
-        """Return the nodes that wait for a reduction over the rows."""
+        """Return the nodes that wait for a reduction over the rows, which no program of the main kernel can
+        complete alone."""
         return waiting(self.loops, self.across_rows)
 
     @cached_property
@@ -430,20 +427,13 @@ class Analysis:
     @cached_property
     def nan_safe_max(self) -> frozenset[int]:
         """Return the maxima whose NaN reaches every store through the online sum anyway."""
-        users = self._reach()
         safe: set[int] = set()
         for total, peak in self.online.items():
-            stores = {s.buffer for s in self.loops.stores if s.value in users[peak]}
-            if stores and all(s.value in users[total] for s in self.loops.stores if s.buffer in stores):
+            of_peak, of_total = waiting(self.loops, (peak,)), waiting(self.loops, (total,))
+            stores = {s.buffer for s in self.loops.stores if s.value in of_peak}
+            if stores and all(s.value in of_total for s in self.loops.stores if s.buffer in stores):
                 safe.add(peak)
         return frozenset(safe)
-
-    def _reach(self) -> list[set[int]]:
-        reach: list[set[int]] = [{i} for i in range(len(self.loops.nodes))]
-        for i in range(len(self.loops.nodes) - 1, -1, -1):
-            for operand in operands_of(self.loops.nodes[i]):
-                reach[operand] |= reach[i]
-        return reach
 
     def fp16_values(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
         """Return the float32 values on which only results of 16 bits or less depend.

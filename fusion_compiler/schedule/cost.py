@@ -5,7 +5,7 @@
 Memory time is device-memory bytes at copy bandwidth plus L2 bytes at L2 bandwidth, divided by the share of
 the bandwidth that the schedule can use (which is small for few programs, or for rows that fill a
 multiprocessor's registers). Arithmetic time is that of the busiest of issue slots, special-function units and
-integer units.
+integer units. Nests with windows take the sum of both, where arithmetic is what `windowed.issue_us` counts.
 The constants were fitted to fifteen kernels measured on an H200 (tests/schedule/test_cost.py compares the
 model with them) and to the timings in benchmarks/results/schedules.json. The model does not predict spills.
 """
@@ -22,10 +22,12 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Reduce, with_operands
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 from fusion_compiler.schedule.run import NO_HINTS, Run
 from fusion_compiler.schedule.shared_reductions import SharedReductions
+from fusion_compiler.schedule.windows import Windows
 from fusion_compiler.schedule.work import BufferInfo, Work
 
 # Results of one program of a second kernel, and partial results that it loads at once of each.
@@ -371,28 +373,36 @@ class Roofline:
 
     def us(self, run: Run) -> float:
         """Return microseconds of the kernel and its second stage, or 0 if there is nothing to launch."""
-        if self.empty:
-            return 0.0
-        use = _use(self.work, run, self.device)
-        memory, arithmetic = self._demands(run, self._memory_us(run, use)[0])
-        return self._us(self._body_us(run, use, memory, arithmetic))
+        return self.cost(run).us
 
     def cost(self, run: Run) -> Cost:
         """Return the time with its traffic and bound."""
         if self.empty:
             return Cost(0.0, 0, 0, 0, "launch")
-        device, work, use = self.device, self.work, _use(self.work, run, self.device)
+        if self.a.windows is not None:
+            return self._cost_of_windows(run, self.a.windows)
+        device, use = self.device, _use(self.work, run, self.device)
         memory, extra = self._memory_us(run, use)
         memory, arithmetic = self._demands(run, memory)
-        body = self._body_us(run, use, memory, arithmetic)
-        us, parallel = self._us(body), min(1.0, run.programs / device.sms)
+        body, parallel = self._body_us(run, use, memory, arithmetic), min(1.0, run.programs / device.sms)
         bound = "arithmetic" if arithmetic / parallel > memory else "memory"
         if body <= 2 * device.floor_us:
             bound = "launch"
         elif parallel < 1.0:
             bound = "latency"
-        flops = work.fp32 + work.fp64 + work.special + work.integer
-        return Cost(us, int(self.dram + extra), int(self.written), flops, bound)
+        return Cost(self._us(body), int(self.dram + extra), int(self.written), self.work.flops, bound)
+
+    def _cost_of_windows(self, run: Run, windows: Windows) -> Cost:
+        """Return the cost of a nest with windows, whose programs seldom issue while they wait for memory."""
+        device, work = self.device, self.work
+        memory = 1e6 * (self.dram + self.l2 + self.written) / device.copy_bandwidth
+        issue = windowed.issue_us(run, windows, device)
+        reduced = (leaf for leaf in run.leaves if leaf.axis in self.a.inner)
+        is_shared = any(leaf.place is Place.GRID and leaf.extent != 1 for leaf in reduced)
+        body = windowed.LATENCY_US + memory + issue + (device.launch_us if is_shared else 0.0)
+        body += 1e6 * windowed.work_in_windows(work) / device.fp32_per_s
+        bound = "memory" if memory > issue else "arithmetic"
+        return Cost(self._us(body), int(self.dram), int(self.written), work.flops, bound)
 
     def _us(self, body: float) -> float:
         return self.device.launch_us - self.device.floor_us + max(self.device.floor_us, body)

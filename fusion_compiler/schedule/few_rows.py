@@ -251,6 +251,39 @@ def _along_by_threads(
             yield replace(tile, early=max(1, elements // in_turn))
 
 
+class _Draft:
+    """The directives of a placement while it is drawn up.
+
+    lanes: with numbers, in whose order the dimensions of a tile lie.
+    """
+
+    def __init__(self, loops: LoopNest) -> None:
+        self.loops = loops
+        self.fuses, self.cuts = list[Directive](), list[Directive]()
+        self.grid, self.loop = list[Directive](), list[Directive]()
+        self.lanes = list[tuple[int, Directive]]()
+
+    def one(self, axes: Sequence[int], name: str) -> tuple[str, Dim]:
+        """Make one axis of several, and return its name and size."""
+        size = product(self.loops.axes[k].size for k in axes)
+        if len(axes) == 1:
+            return self.loops.axes[axes[0]].name, size
+        self.fuses.append(Fuse(tuple(self.loops.axes[k].name for k in axes), name))
+        return name, size
+
+    def cut(self, name: str, size: Dim, inner: int, place: Place = Place.GRID) -> str:
+        """Return the part of an axis of which a tile has `inner` elements. place: of the other part."""
+        if isinstance(size, int) and size <= inner:
+            return name
+        self.cuts.append(Split(name, inner))
+        (self.loop if place is Place.LOOP else self.grid).append(At(f"{name}.o", place))
+        return f"{name}.i"
+
+    def directives(self) -> tuple[Directive, ...]:
+        lanes = (directive for _, directive in sorted(self.lanes, key=lambda lane: lane[0]))
+        return (*self.fuses, *self.cuts, *self.grid, *self.loop, *lanes)
+
+
 def placed_tile(
     loops: LoopNest,
     products: Products,
@@ -260,50 +293,30 @@ def placed_tile(
     device: DeviceSpec,
 ) -> Placement:
     """Return a placement of products. few: the place of the few rows. units: what makes the products."""
-    fuses, grid, loop = list[Directive](), list[Directive](), list[Directive]()
-    cuts, lanes = list[Directive](), list[tuple[int, Directive]]()
-
-    def one(axes: Sequence[int], name: str) -> tuple[str, Dim]:
-        """Make one axis of several, and return its name and size."""
-        size = product(loops.axes[k].size for k in axes)
-        if len(axes) == 1:
-            return loops.axes[axes[0]].name, size
-        fuses.append(Fuse(tuple(loops.axes[k].name for k in axes), name))
-        return name, size
-
-    def cut(name: str, size: Dim, inner: int, outside: list[Directive], place: Place) -> str:
-        """Return the part of an axis of which a tile has `inner` elements."""
-        if isinstance(size, int) and size <= inner:
-            return name
-        cuts.append(Split(name, inner))
-        outside.append(At(f"{name}.o", place))
-        return f"{name}.i"
-
-    used = {products.wide, *products.few, *products.terms}
-    grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
+    draft, used = _Draft(loops), {products.wide, *products.few, *products.terms}
+    draft.grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
     if products.few:
-        name, size = one(products.few, "few")
+        name, size = draft.one(products.few, "few")
         most = min(FEW_ROWS, padded(size)) if isinstance(size, int) else FEW_ROWS
-        lanes.append((0, At(cut(name, size, most, grid, Place.GRID), few)))
+        draft.lanes.append((0, At(draft.cut(name, size, most), few)))
     wide = loops.axes[products.wide]
     if tile.rows == 1:
-        grid.append(At(wide.name, Place.GRID))
+        draft.grid.append(At(wide.name, Place.GRID))
     else:
-        lanes.append((2, At(cut(wide.name, wide.size, tile.rows, grid, Place.GRID), Place.LANES)))
+        draft.lanes.append((2, At(draft.cut(wide.name, wide.size, tile.rows), Place.LANES)))
     each = tuple(In(name, Stage.EACH) for name in sorted(products.replicated))
     last: tuple[Directive, ...] = ()
     if products.terms:
-        name, size = one(products.terms, "terms")
+        name, size = draft.one(products.terms, "terms")
         if tile.part is not None and tile.part < hint(size):
-            name, size = cut(name, size, tile.part, grid, Place.GRID), tile.part
+            name, size = draft.cut(name, size, tile.part), tile.part
             parts = -(-products.width // tile.part) * len(products.sums) * products.size(products.few)
             if padded(parts) * tile.rows <= MOST_PARTIALS:
                 last = tuple(In(name, Stage.LAST) for name in _shared_reductions(loops, products))
-        inner = cut(name, size, tile.terms, loop, Place.LOOP)
-        lanes.append((1 if products.is_turned else 3, At(inner, Place.LANES)))
-    placed = (directive for _, directive in sorted(lanes, key=lambda lane: lane[0]))
+        inner = draft.cut(name, size, tile.terms, Place.LOOP)
+        draft.lanes.append((1 if products.is_turned else 3, At(inner, Place.LANES)))
     return Placement(
-        (*fuses, *cuts, *grid, *loop, *placed, *each, *last, *units),
+        (*draft.directives(), *each, *last, *units),
         warps_of(max(tile.warps, products.least_warps), device),
         tile.stages,
         early=tile.early,

@@ -37,7 +37,7 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
     if a.size(COLS) == 1:
         return _one_column(device, count)
-    stored = any(s.value not in a.finish for s in a.loops.stores)
+    stored = any(s.value not in a.after_rows for s in a.loops.stores)
     by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
     tiles = SQUARE if a.mixed else tuple(_tiles(width, count, device))
     return from_shapes(a, device, ((WHOLE,) if by_row else ()) + tiles)

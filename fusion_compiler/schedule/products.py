@@ -228,9 +228,9 @@ def _fit_a_program(
     )
 
 
-def is_product(loops: LoopNest) -> bool:
-    """True if a nest multiplies few rows by a matrix. A filter is multiplied by windows, which overlap."""
-    products = Products.of(loops, {})
+def is_product(loops: LoopNest, products: Products | None) -> bool:
+    """True if a nest, which makes some products, multiplies few rows by a matrix. A filter is multiplied by
+    windows, which overlap."""
     if products is None:
         return False
     loads = (node for node in loops.nodes if isinstance(node, Load))

@@ -15,6 +15,7 @@ reason is the first one's. Nests of other axes have placements from `tiles`, `fe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from operator import attrgetter
 from types import ModuleType
 
@@ -56,9 +57,7 @@ NO_BUFFERS: Mapping[str, BufferInfo] = {}
 def refusal(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no schedule runs a loop nest on a device, or None if some do."""
     if not a.in_rows:
-        if windowed.runs(a.loops):
-            return None if windowed.best(a, device) else windowed.REFUSAL
-        return tiles.refuses(a, device)
+        return (tiles if a.windows is None else windowed).refuses(a, device)
     reasons = [kind.refuses(a, device) for kind in _suited(a)]
     return None if None in reasons else reasons[0]
 
@@ -74,7 +73,7 @@ def schedules(
     buffers: the known ones.
     """
     a = Analysis(loops)
-    if not a.in_rows and windowed.runs(loops):
+    if a.windows is not None:
         return windowed.placements(a, device, hints)
     roofline = Roofline(a, device, buffers_of(loops) | dict(buffers), hints)
     if a.in_rows:
@@ -118,12 +117,14 @@ def cheapest(roofline: Roofline) -> Cost:
     a, device = roofline.a, roofline.device
     if a.in_rows:
         typical = [s for kind in _kinds(a, device) for s in kind.typical(a, device)]
-        placements = [placement_of(a, s) for s in _runnable(a, typical, device)]
+        runs = [roofline.run(placement_of(a, s)) for s in _runnable(a, typical, device)]
+    elif a.windows is not None:
+        runs = list(islice(windowed.runs(a, device, roofline.work.hints), 1))
     else:
-        placements = tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]
-    if not placements:
+        runs = list(map(roofline.run, tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]))
+    if not runs:
         raise LookupError(refusal(a, device) or "no schedule")
-    return min([roofline.cost(roofline.run(p)) for p in placements], key=attrgetter("us"))
+    return min(map(roofline.cost, runs), key=attrgetter("us"))
 
 
 def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:

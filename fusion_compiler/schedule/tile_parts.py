@@ -22,7 +22,7 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import INNER, LARGEST_TILE, axes_in
+from fusion_compiler.ir.loops import LARGEST_TILE
 from fusion_compiler.schedule import measured as table
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import At, Directive, Place, Placement, Split
@@ -40,7 +40,7 @@ def group_of(a: Analysis, order: Sequence[int]) -> frozenset[int] | None:
     """Return the reduced axes that have to lie in the programs of one group; None if programs that have parts
     of these cannot make the reductions, would store almost as much as they load, or would load few
     neighbours in memory. order: the axes from the outermost one in memory to the innermost one."""
-    loops, group = a.loops, axes_in(a.loops.axes, (INNER,)) - a.late_axes
+    loops, group = a.loops, a.inner - a.late_axes
     together = takewhile(lambda k: k in group, reversed(order))
     if prod(hint(loops.axes[k].size) for k in together) < LEAST_NEIGHBOURS:
         return None
@@ -69,7 +69,7 @@ def parts(
     count = prod(sizes.values())
     around: list[Directive] = [At(loops.axes[k].name, Place.GRID) for k in order if k not in group]
     all_fits = prod(padded(size) for size in sizes.values()) <= LARGEST_TILE
-    if count <= ALONE or (all_fits and group == axes_in(loops.axes, (INNER,))):
+    if count <= ALONE or (all_fits and group == a.inner):
         return
     most_parts = min(MOST_PARTS, device.sms)
     for part, block, warps, *registers in table.shapes("tile_parts", a, device.target, count):

@@ -119,7 +119,7 @@ def _groups(a: Analysis) -> list[frozenset[int]]:
     """Return sets of axes that a tile may hold. The last set has all that are reduced. Another one lacks axes
     over which programs may share what is stored, unless the others would fill little of a tile."""
     loops = a.loops
-    inner, order = axes_in(loops.axes, (INNER,)), _by_stride(loops)
+    inner, order = a.inner, _by_stride(loops)
     group = group_of(a, order)
     if not group or group == inner:
         return [inner]
@@ -185,7 +185,6 @@ def candidates(a: Analysis, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Ite
     """Yield placements of a nest that may be fast, without a check that they can run it."""
     loops = a.loops
     order = _by_stride(loops)
-    inner = axes_in(loops.axes, (INNER,))
     shared = _shared_axis(loops)
     if shared is not None:
         yield from _sharing(loops, order, shared)
@@ -201,7 +200,7 @@ def candidates(a: Analysis, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Ite
             for k in reversed(kept):
                 lanes[k] = min(room, padded(hint(loops.axes[k].size, hints)))
                 room //= lanes[k]
-            for each in ELEMENTS if group == inner else SHARED_ELEMENTS:
+            for each in ELEMENTS if group == a.inner else SHARED_ELEMENTS:
                 warps = min(MOST_WARPS, max(1, least * prod(lanes.values()) // (32 * each)))
                 yield _placement(loops, order, lanes, warps)
 

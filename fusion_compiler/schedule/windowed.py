@@ -1,8 +1,6 @@
-"""Placements of nests with windows: convolutions, pooling, and their gradients.
+"""Placements of nests with windows, which go along a position and a tap together (`schedule.windows`).
 
-An access of such a nest goes along a position and a tap together, x[y * stride + r]. The nest reduces the
-taps (a convolution) or the positions (the gradient of its filter). Neighbouring positions read the same
-elements at other taps: unrolled side by side, they share the loads.
+Neighbouring positions read the same elements at other taps: unrolled side by side, they share the loads.
 
 Times are predicted as memory time plus issue time: kernels of both kinds were measured at 20 shapes of
 EfficientNet, MobileNetV3 and ConvNeXt on an H200, within 20% of that but for filters' gradients of 7 x 7.
@@ -11,7 +9,6 @@ EfficientNet, MobileNetV3 and ConvNeXt on an H200, within 20% of that but for fi
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
@@ -20,32 +17,15 @@ import sympy
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import (
-    INNER,
-    Coordinate,
-    InRange,
-    Load,
-    LoopNest,
-    Reduce,
-    Store,
-    axes_in,
-    axes_of,
-    is_applied,
-    number_of,
-    operand_of,
-)
-from fusion_compiler.ir.plan_data import Cost
-from fusion_compiler.ops.arithmetic import REMAINDER
+from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce
 from fusion_compiler.schedule.analysis import MOST_TURNS, Analysis
 from fusion_compiler.schedule.placement import At, Place, Placement, Split
-from fusion_compiler.schedule.products import is_product
-from fusion_compiler.schedule.run import Run
-from fusion_compiler.schedule.shapes import padded, powers, warps_of
+from fusion_compiler.schedule.run import NO_HINTS, Run
+from fusion_compiler.schedule.shapes import WARP, padded, powers, warps_of
 from fusion_compiler.schedule.verifier import refusal_of
-from fusion_compiler.schedule.work import BufferInfo
+from fusion_compiler.schedule.windows import Windows
+from fusion_compiler.schedule.work import Work
 
-MOST_TAPS = 64  # along one axis
-MOST_STRIDE = 8  # of windows, in taps
 MOST_UNROLLED = 36  # taps times positions, beyond which the outer taps are a loop
 MOST_ROWS = 4  # of positions in a tile, beside the sliding one
 MOST_REGISTERS = 150  # of a thread, for accumulators
@@ -53,124 +33,10 @@ WARPS = 16  # of each multiprocessor, in all programs that share a filter's grad
 ISSUE, ISSUE_SPLIT = 1.5, 2.5  # instructions issued for each that is counted: of a convolution, a gradient
 LATENCY_US = 8.0  # in which a program waits for the first of its taps, and stores
 PER_LOAD = 9 / 8  # instructions of an element that is loaded: its conversion, and a share of a vector's load
-REFUSAL = "no tile holds what its windows read"
-NO_HINTS: Mapping[sympy.Symbol, int] = {}
 KEPT = 8  # placements of a nest, best first
 # Times the predicted time of issue, measured on an H200 (2026-11-27): by the vector's elements of a tile,
 # where it has few sliding positions side by side in lanes, and where it has more than four in turn.
 BLOCKS, FEW_LANES, MANY_IN_TURN = {16: 1.2, 32: 1.0, 64: 1.1}, 1.2, 1.15
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Windows describe the axes of a nest by their numbers.
-
-    vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
-    are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
-    taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
-    True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
-    phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
-    strides: they are unrolled. has_filter: True if something is loaded for each tap, whatever the position.
-    """
-
-    vector: int
-    slide: tuple[int, int] | None
-    rows: tuple[int, ...]
-    taps: tuple[int, ...]
-    rest: tuple[int, ...]
-    parted: tuple[int, ...]
-    are_reduced: bool
-    stride: int
-    phases: Mapping[int, int]
-    has_filter: bool
-
-
-def windows_of(loops: LoopNest) -> Windows | None:
-    """Return the windows of a nest, or None if it has none of known size, or if neighbours in memory lie
-    along taps, of which no tile has several."""
-    sizes = [hint(axis.size) for axis in loops.axes]
-    reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
-    both: dict[int, tuple[int, int]] = {}  # an axis that is reduced -> one that is kept, and the stride
-    votes: Counter[int] = Counter()
-    moves: list[dict[int, int]] = []  # steps of the axes in each access
-    for node in (*loops.nodes, *loops.stores):
-        if not isinstance(node, InRange | Load | Store):
-            continue
-        terms = {key: step for key, step in node.index.terms if key >= 0 and isinstance(step, int)}
-        if isinstance(node, InRange):
-            for a, b in itertools.permutations(terms, 2):
-                if a in reduced and b not in reduced:
-                    steps = sorted((abs(terms[a]), abs(terms[b])))
-                    both.setdefault(a, (b, max(1, steps[1] // steps[0])))
-        else:
-            elements = prod(sizes[key] for key in terms)
-            votes.update({key: elements for key, step in terms.items() if step == 1})
-            moves.append(terms)
-    for terms in moves:
-        both = _neighbours(terms, reduced, both)
-    inner, outer = prod(sizes[a] for a in both), prod(sizes[b] for b, _ in both.values())
-    others = prod(sizes[k] for k in reduced - both.keys())
-    are_reduced = inner < outer or (inner == outer and others == 1)
-    pairs = {a if are_reduced else b: (b if are_reduced else a, stride) for a, (b, stride) in both.items()}
-    are_known = all(isinstance(loops.axes[tap].size, int) and sizes[tap] <= MOST_TAPS for tap in pairs)
-    if are_reduced:  # by steps of two, say, along an image the taps alone move to its next element
-        votes = Counter({key: elements for key, elements in votes.items() if key not in pairs})
-    vector = max(votes, key=votes.__getitem__, default=None)
-    if not pairs or vector is None or vector in pairs or not are_known:
-        return None
-    positions = [position for position, _ in pairs.values()]
-    sliding = [(tap, position) for tap, (position, _) in pairs.items() if position != vector]
-    slide = max(sliding, default=None)
-    rows = tuple(p for p in positions if p != vector and (slide is None or p != slide[1]))
-    used = {vector, *positions, *pairs}
-    rest = tuple(n for n in range(len(loops.axes)) if n not in used)
-    parted = tuple(n for n in rest if n in reduced)
-    stride = 1 if slide is None else pairs[slide[0]][1]
-    sliding = slide and (slide[1], slide[0])
-    phases = {k: s for k, s in _remainders(loops).items() if k in positions}
-    has_filter = any(not pairs.keys().isdisjoint(m) and {*positions}.isdisjoint(m) for m in moves)
-    return Windows(
-        vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases, has_filter
-    )
-
-
-def runs(loops: LoopNest) -> bool:
-    """True if placements of windows run a nest: it has windows, which all reductions reduce, and no result
-    varies along what these reduce."""
-    inner = axes_in(loops.axes, (INNER,))
-    stored = {k for store in loops.stores for k, _ in store.index.terms}
-    reductions = (node for node in loops.nodes if isinstance(node, Reduce))
-    is_single = bool(inner) and not inner & stored and all(node.axes == inner for node in reductions)
-    return is_single and not is_product(loops) and windows_of(loops) is not None
-
-
-def _neighbours(
-    terms: Mapping[int, int], reduced: frozenset[int], both: Mapping[int, tuple[int, int]]
-) -> dict[int, tuple[int, int]]:
-    """Return positions of windows and taps, with those that an access moves along by similar steps: where all
-    windows lie inside of an image, no range names both."""
-    chosen, used = dict(both), {b for b, _ in both.values()}
-    pairs: list[tuple[int, int, int]] = []
-    for a, b in itertools.product(reduced & terms.keys(), terms.keys() - reduced):
-        steps = sorted((abs(terms[a]), abs(terms[b])))
-        pairs.append((max(1, steps[1] // steps[0]), a, b))
-    for ratio, a, b in sorted(pairs):
-        if a not in chosen and b not in used and ratio <= MOST_STRIDE:
-            chosen[a] = b, ratio
-            used.add(b)
-    return chosen
-
-
-def _remainders(loops: LoopNest) -> dict[int, int]:
-    """Return the axes of coordinates of which a remainder is taken, and by what."""
-    divisors: dict[int, int] = {}
-    for node in loops.nodes:
-        if is_applied(node, REMAINDER):
-            source, by = operand_of(node, "self"), number_of(loops.nodes, node, "other")
-            of = None if source is None else loops.nodes[source]
-            if isinstance(of, Coordinate) and isinstance(by, int) and by > 1:
-                divisors |= {key: by for key, _ in of.index.terms if key >= 0}
-    return divisors
 
 
 @dataclass(frozen=True)
@@ -192,40 +58,35 @@ class _Shape:
     num_warps: int
 
 
+def refuses(a: Analysis, device: DeviceSpec) -> str | None:
+    """Return why no placement of windows runs a nest on a device, or None if one does."""
+    return None if next(runs(a, device), None) else "no tile holds what its windows read"
+
+
 def placements(
     a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
 ) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
-    legal = (placement for placement, _ in _legal(a, windows_of(a.loops), device, hints))
+    legal = (run.placement for run in runs(a, device, hints))
     return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
 
 
-def best(
-    a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
-) -> tuple[Windows, _Shape] | None:
-    """Return the windows of a nest and the shape of its best placement; None if it has none."""
-    windows = windows_of(a.loops)
-    candidate = next(_legal(a, windows, device, hints), None)
-    return None if windows is None or candidate is None else (windows, candidate[1])
-
-
-def _legal(
-    a: Analysis, windows: Windows | None, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
-) -> Iterator[tuple[Placement, _Shape]]:
-    """Yield the placements that run a nest, best first, with their shapes."""
-    if windows is None:
+def runs(a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Iterator[Run]:
+    """Yield the runs of a nest with windows under the placements that can run it, best first."""
+    if a.windows is None:
         return
-    loops, shapes = a.loops, dict.fromkeys(_shapes(a.loops, windows, device, hints))
-    for shape in sorted(shapes, key=lambda shape: _rank(loops, windows, shape, device, hints)):
-        run = Run(a, _placement(loops, windows, shape))
+    loops, w, size = a.loops, a.windows, {n: hint(axis.size, hints) for n, axis in enumerate(a.loops.axes)}
+    shapes = dict.fromkeys(_shapes(loops, w, size, device))
+    ranked = sorted(shapes, key=lambda shape: _rank(loops, w, shape, size, device))
+    for shape in ranked:
+        run = Run(a, _placement(loops, w, shape), hints)
         if refusal_of(run) is None and run.registers <= MOST_REGISTERS:
-            yield run.placement, shape
+            yield run
 
 
 def _shapes(
-    loops: LoopNest, w: Windows, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+    loops: LoopNest, w: Windows, size: Mapping[int, int], device: DeviceSpec
 ) -> Iterator[_Shape]:
-    size = {n: hint(axis.size, hints) for n, axis in enumerate(loops.axes)}
     taps = prod(size[tap] for tap in w.taps)
     phase = 1 if w.slide is None else w.phases.get(w.slide[0], 1)
     each = (8, 16) if w.are_reduced else (4, 2, 1)
@@ -251,11 +112,12 @@ def _shapes(
                         yield shape
 
 
-def _rank(
-    loops: LoopNest, w: Windows, s: _Shape, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
-) -> float:
+def _rank(loops: LoopNest, w: Windows, s: _Shape, size: Mapping[int, int], device: DeviceSpec) -> float:
     """Return the time of issue, with what it leaves out of memory's order."""
-    us = issue_us(loops, w, s, device, hints)
+    steps = {n: w.phases.get(n, 1) * (s.rows if i == 0 else 1) for i, n in enumerate(w.rows)}
+    steps |= {w.vector: s.block} | ({} if w.slide is None else {w.slide[0]: s.unrolled * s.lanes})
+    points = prod(size[n] for n in w.rest) * prod(n * ceil(size[k] / n) for k, n in steps.items())
+    us = _issue_us(w, size, points, s.unrolled, s.block * s.lanes * s.rows / (WARP * s.num_warps), device)
     if not _is_reduced(loops, w.vector):
         us *= BLOCKS.get(s.block, 1.25)
     if w.are_reduced and w.slide is not None:
@@ -336,7 +198,7 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
 
 
 def _is_reduced(loops: LoopNest, axis: int) -> bool:
-    return any(isinstance(node, Reduce) and axis in node.axes for node in loops.nodes)
+    return loops.axes[axis].group == INNER
 
 
 def _outer(loops: LoopNest, axis: int) -> Place:
@@ -344,55 +206,40 @@ def _outer(loops: LoopNest, axis: int) -> Place:
     return Place.LOOP if _is_reduced(loops, axis) else Place.GRID
 
 
-def issue_us(
-    loops: LoopNest, w: Windows, s: _Shape, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]
+def issue_us(run: Run, w: Windows, device: DeviceSpec) -> float:
+    """Return the microseconds in which the instructions of a nest with windows are issued in a run."""
+    size = {n: hint(axis.size, run.hints) for n, axis in enumerate(run.a.loops.axes)}
+    points = prod(run.size(leaf) for leaf in run.leaves if leaf.axis not in w.taps)
+    unrolled = 1 if w.slide is None else run.copies((w.slide[0],))
+    return _issue_us(w, size, points, unrolled, run.elements() / run.threads, device)
+
+
+def _issue_us(
+    w: Windows, size: Mapping[int, int], points: int, unrolled: int, each: float, device: DeviceSpec
 ) -> float:
-    """Return the microseconds in which the instructions of a nest are issued under a placement."""
-    size = {n: hint(axis.size, hints) for n, axis in enumerate(loops.axes)}
+    """Return the microseconds in which instructions are issued. points: all that tiles cover beside the taps.
+    unrolled: sliding positions side by side. each: the elements of a tile for each thread."""
     taps = prod(size[tap] for tap in w.taps)
-    points = prod(size[n] for n in w.rest)
-    points *= s.block * ceil(size[w.vector] / s.block)
-    for i, n in enumerate(w.rows):
-        rows = (s.rows if i == 0 else 1) * w.phases.get(n, 1)
-        points *= rows * ceil(size[n] / rows)
     shared = float(taps)
     if w.slide is not None:
-        step = s.unrolled * s.lanes
-        points *= step * ceil(size[w.slide[0]] / step)
         along = max(1, size[w.slide[1]])  # none of an empty image
-        shared = taps / along * ((s.unrolled - 1) * w.stride + along) / s.unrolled
+        shared = taps / along * ((unrolled - 1) * w.stride + along) / unrolled
     taps, shared = (n / prod(w.phases.values()) for n in (taps, shared))
-    tile = s.block * s.lanes * s.rows
-    pixels = max(1.0, tile / (8 * 32 * s.num_warps)) * s.unrolled
+    pixels = max(1.0, each / 8) * unrolled
     beside = taps / pixels * w.has_filter if w.are_reduced else 1.0  # of the filter, or of the gradient
     issued = taps + PER_LOAD * (shared + beside)
     factor = ISSUE if w.are_reduced else ISSUE_SPLIT
     return 1e6 * factor * points * issued / device.fp32_per_s
 
 
-def cost(
-    a: Analysis,
-    device: DeviceSpec,
-    buffers: Mapping[str, BufferInfo],
-    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
-) -> Cost:
-    """Return what a nest with windows takes under its best placement. Raises LookupError if it has none."""
-    loops, windows_and_shape = a.loops, best(a, device, hints)
-    if windows_and_shape is None:
-        raise LookupError(REFUSAL)
-    windows, shape = windows_and_shape
-
-    def moved(names: set[str]) -> int:
-        infos = (buffers[name] for name in names)
-        return sum(hint(info.numel, hints) * info.itemsize for info in infos)
-
-    read = moved({node.buffer for node in loops.nodes if isinstance(node, Load)})
-    written = moved({store.buffer for store in loops.stores})
-    memory = 1e6 * (read + written) / device.copy_bandwidth
-    issue = issue_us(loops, windows, shape, device, hints)
-    second = device.launch_us if shape.parts > 1 or shape.spread else 0.0
-    sizes = [hint(axis.size, hints) for axis in loops.axes]
-    axes = axes_of(loops.nodes)
-    flops = sum(2 * prod(sizes[k] for k in axes[n.operand]) for n in loops.nodes if isinstance(n, Reduce))
-    us = device.launch_us - device.floor_us + LATENCY_US + memory + issue + second
-    return Cost(us, read, written, flops, "memory" if memory > issue else "arithmetic")
+def work_in_windows(work: Work) -> int:
+    """Return the number of operations on the elements that sums over windows read, without the sums. They
+    count once for each window that reads an element, although neighbours in a program may share them."""
+    nodes = work.loops.nodes
+    sums = {node.operand for node in nodes if isinstance(node, Reduce)}
+    return sum(
+        node.spec.flops * work.points(work.axes[n])
+        for n, node in enumerate(nodes)
+        if isinstance(node, Compute) and work.axes[n] & work.tile and node.dtype.is_floating_point
+        if n not in sums
+    )

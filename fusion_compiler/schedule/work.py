@@ -109,7 +109,15 @@ class Work:
         self.seen: set[object] = set()
         self.inside: dict[int, float] = {}  # fraction of the space where a condition is true
         self.partial: dict[tuple[bool, str, object], tuple[float, float]] = {}
-        for node in loops.nodes:
+        self._count_nodes()
+        self._count_stores()
+        for (written, buffer, terms), (moved, most) in self.partial.items():
+            if (written, buffer, terms) not in self.seen:
+                table = self.writes if written else self.reads
+                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
+
+    def _count_nodes(self) -> None:
+        for node in self.loops.nodes:
             if type(node) is Compute:
                 self.values.append(self._compute(node))
             elif type(node) is Reduce:
@@ -117,9 +125,11 @@ class Work:
             else:
                 self.values.append(self._other(node))
         self.axes = [axes for axes, _, _ in self.values]
-        several = len(loops.stores) > 1
-        pairs = right_neighbours(loops.axes, enumerate(loops.stores)) if several else {}
-        for number, store in enumerate(loops.stores):
+
+    def _count_stores(self) -> None:
+        stores = self.loops.stores
+        pairs = right_neighbours(self.loops.axes, enumerate(stores)) if len(stores) > 1 else {}
+        for number, store in enumerate(stores):
             axes, _ = self._index(store.index)
             self.moves += self.elements(axes)
             run = 2 if number in pairs or number in pairs.values() else 1
@@ -127,15 +137,16 @@ class Work:
             _, needs, phase = self.values[store.value]
             if phase:
                 self.late |= needs
-        for (written, buffer, terms), (moved, most) in self.partial.items():
-            if (written, buffer, terms) not in self.seen:
-                table = self.writes if written else self.reads
-                table[buffer] = table.get(buffer, 0.0) + min(moved, most)
 
     @cached_property
     def products(self) -> Products | None:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
-        return Products.of(self.loops, self.hints)
+        return Products.of(self.loops, self.hints) if self.hints else self.a.products
+
+    @property
+    def flops(self) -> int:
+        """Return the operations of all classes but random numbers."""
+        return self.fp32 + self.fp64 + self.special + self.integer
 
     def _compute(self, node: Compute) -> tuple[int, int, int]:
         axes = needs = phase = 0
@@ -313,7 +324,7 @@ class Work:
         elements, run, row_contiguous, varies_over_cols = float(self.points(axes)), 1, False, False
         for key, coefficient in index.terms:
             if key < 0:  # an index that all programs share is an ordinary offset
-                if self.values[~key][0]:
+                if self.values[~key][0] and self.a.windows is None:  # neighbouring windows share elements
                     self.gathered.add(buffer)
                 continue
             varies_over_cols = varies_over_cols or self.group_of[key] == 2

@@ -19,7 +19,6 @@ from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.windowed import windows_of
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.passes import test_pooling
 from tests.passes.test_windows import AFTER, BEFORE, PASSES, Recorder, around, graph, ops_of, outputs
@@ -96,7 +95,7 @@ def test_a_nest_whose_neighbours_are_taps_runs_without_windows() -> None:
     small = Depthwise(1, 2, (8,), (3,), (2,), (1,), (1,), (False,) * 3, seed=random.randrange(1 << 30))
     function, tensors = around(small, "kernel gradient"), small.tensors(torch.float32)
     built = graph(function, *tensors)
-    assert windows_of(simplify(lower(built, ops_of(built), outputs(built)))) is None
+    assert Analysis(simplify(lower(built, ops_of(built), outputs(built)))).windows is None
     assert programs_of(function, *tensors)[0]
     check(function, *tensors, case=small)
 

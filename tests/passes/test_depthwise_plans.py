@@ -24,8 +24,10 @@ from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse import candidates, legality
 from fusion_compiler.passes.fuse.cluster import plan
-from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, work_in_windows
-from fusion_compiler.schedule.work import BufferInfo
+from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.windowed import work_in_windows
+from fusion_compiler.schedule.work import BufferInfo, Work
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.exactness import Compiled, not_as_close, wide
 
@@ -54,7 +56,8 @@ def scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
         if not has_windows(loops):
             return cost_of(loops, device, buffers, hints, analysis)
         moved = sum(hint(info.numel) * info.itemsize for info in buffers.values())
-        memory, again = moved / device.copy_bandwidth, work_in_windows(loops) / device.fp32_per_s
+        again = work_in_windows(Work(analysis or Analysis(loops), buffers, {})) / device.fp32_per_s
+        memory = moved / device.copy_bandwidth
         us = device.launch_us - device.floor_us + max(device.floor_us, 1e6 * (memory + again))
         return Cost(us, moved, 0, 0, "memory")
 

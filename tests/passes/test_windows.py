@@ -18,13 +18,15 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.loops import COLS, INNER, LoopNest, Reduce, resized, symbols_of
 from fusion_compiler.ops.own import depthwise
-from fusion_compiler.passes.fuse.cost import work_in_windows
 from fusion_compiler.passes.fuse.legality import LAWS, schedule
 from fusion_compiler.passes.lower.index_splits import index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.space import buffers_of
+from fusion_compiler.schedule.windowed import work_in_windows
+from fusion_compiler.schedule.work import Work
 from tests.convolutions import Depthwise, depthwise_cases
 from tests.nest_values import stored
 
@@ -321,9 +323,13 @@ def test_work_on_what_windows_read_counts_for_each_tap() -> None:
     alone = nest_of(around(CASE, "forward"), x, weight, gradient)
     behind = nest_of(around(CASE, "forward", after="bias and activation"), x, weight, gradient)
     before = nest_of(around(CASE, "forward", before="numbers"), x, weight, gradient)
-    assert work_in_windows(alone) == work_in_windows(behind) == 0
+    assert work_of(alone) == work_of(behind) == 0
     # Of the image four operations and the choice of zero outside of it, of the kernel the same four.
-    assert work_in_windows(before) == 9 * x.numel() * 5 + weight.numel() * 4
+    assert work_of(before) == 9 * x.numel() * 5 + weight.numel() * 4
+
+
+def work_of(loops: LoopNest) -> int:
+    return work_in_windows(Work(Analysis(loops), buffers_of(loops), {}))
 
 
 def nest_of(function: Function, *args: Tensor) -> LoopNest:

@@ -22,7 +22,7 @@ from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.reproducible import is_joint
 from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import spec_of
-from fusion_compiler.passes.fuse.candidates import Candidate
+from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
 from fusion_compiler.passes.fuse.horizontal import solve
 from fusion_compiler.passes.fuse.movement import eager_calls
@@ -66,20 +66,7 @@ def plan(
     setting = Setting(device, hints, numerics, tuple(matches))
     solved = search, groups = solve(dag, setting)
     pool = search.pool
-    taken = set(dag.order)
-    clusters: list[Cluster] = []
-    for numbers in groups:
-        candidates = [search.candidates[n] for n in numbers]
-        ops = pool.ordered({n for p in candidates for n in p.ops})
-        held = search.held(ops)
-        unique = base = cluster_name(dag, ops, held)
-        for i in itertools.count(2):
-            if unique not in taken:
-                break
-            unique = f"{base}_{i}"
-        taken.add(unique)
-        pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
-        clusters.append(replace(_cluster(unique, ops, candidates, device, pool.bases), pattern=pattern))
+    clusters = _clusters(search, groups)
     if numerics != "eager":
         clusters = _mark_single_producers(clusters, dag)
     calls = eager_calls(dag, backward, device, hints)
@@ -154,19 +141,32 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisio
     return (noted("phase", text),)
 
 
+def _clusters(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
+    """Return a cluster for each group of candidates, given by their numbers, with a name of its own."""
+    pool, clusters = search.pool, list[Cluster]()
+    taken = set(pool.dag.order)
+    for numbers in groups:
+        candidates = [search.candidates[n] for n in numbers]
+        ops = pool.ordered({n for p in candidates for n in p.ops})
+        held = search.held(ops)
+        base = cluster_name(pool.dag, ops, held)
+        names = itertools.chain((base,), (f"{base}_{i}" for i in itertools.count(2)))
+        name = next(name for name in names if name not in taken)
+        taken.add(name)
+        pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
+        clusters.append(_cluster(name, ops, pattern, candidates, pool))
+    return clusters
+
+
 def _cluster(
-    name: str,
-    ops: tuple[str, ...],
-    candidates: list[Candidate],
-    device: DeviceSpec,
-    bases: Mapping[str, str],
+    name: str, ops: tuple[str, ...], pattern: str | None, candidates: list[Candidate], pool: Candidates
 ) -> Cluster:
-    nests = tuple(p.loops for p in candidates)
+    nests, bases = tuple(p.loops for p in candidates), pool.bases
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
-    cost = side_by_side([p.cost for p in candidates], device)
+    cost = side_by_side([p.cost for p in candidates], pool.device)
     outputs = tuple(n for p in candidates for n in p.outputs)
     inputs = tuple(loaded | dict.fromkeys(bases[n] for n in outputs if n in bases))
-    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), horizontal=nests[1:])
+    return Cluster(name, ops, inputs, outputs, nests[0], cost, (), pattern=pattern, horizontal=nests[1:])
 
 
 def _by_cluster(calls: Sequence[Call], clusters: Sequence[Cluster]) -> dict[str, list[Call]]:

@@ -7,7 +7,6 @@ and eager's kernels have a roofline of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf, prod
 
 import sympy
@@ -17,12 +16,10 @@ from torch._ops import OpOverload
 from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import INNER, Compute, LoopNest, Reduce, axes_in, axes_of
+from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.products import factors_of
-from fusion_compiler.ops.table import spec_of
-from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
@@ -61,26 +58,7 @@ def cost_of(
 
     buffers: every buffer that the nest loads or stores. hints: the values of symbolic sizes to plan for.
     """
-    analysis = analysis or Analysis(loops)
-    if not windowed.runs(loops):
-        return cheapest(Roofline(analysis, device, buffers, hints))
-    cost = windowed.cost(analysis, device, buffers, hints)
-    return replace(cost, us=cost.us + 1e6 * work_in_windows(loops, hints) / device.fp32_per_s)
-
-
-def work_in_windows(loops: LoopNest, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> int:
-    """Return the number of operations on the elements that sums over windows read, without the sums. They
-    count once for each window that reads an element, although neighbours in a program may share them."""
-    inner, total = axes_in(loops.axes, (INNER,)), 0
-    if not inner:
-        return 0
-    sums = {node.operand for node in loops.nodes if isinstance(node, Reduce)}
-    for number, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
-        if isinstance(node, Compute) and axes & inner and node.dtype.is_floating_point:
-            spec = None if number in sums else spec_of(node.target)
-            times = prod(hint(loops.axes[k].size, hints) for k in axes)
-            total += 0 if spec is None else spec.flops * times
-    return total
+    return cheapest(Roofline(analysis or Analysis(loops), device, buffers, hints))
 
 
 def side_by_side(costs: Sequence[Cost], device: DeviceSpec) -> Cost:

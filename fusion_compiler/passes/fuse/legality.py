@@ -24,7 +24,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
-    axes_in,
     axes_of,
     is_applied,
     kept_axes,
@@ -33,7 +32,6 @@ from fusion_compiler.ir.loops import (
     with_operands,
 )
 from fusion_compiler.ops.arithmetic import DIV
-from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import sums_of_products
 from fusion_compiler.schedule.space import refusal
@@ -61,12 +59,11 @@ def _beside_a_row(a: Analysis) -> int:
     """Return the largest number of elements that a tensor has for a row, side by side in memory, if all of
     them are loaded or stored one by one for each row; 0 in nests without rows."""
     over = frozenset[str]().union(*(a.reduced_groups(i) for i in a.reductions))
-    if not over <= {COLS} or not (over or axes_in(a.loops.axes, (ROWS,))):
+    if not over <= {COLS} or not (over or a.rows):
         return 0
-    cols = axes_in(a.loops.axes, (COLS,))
     elements: dict[tuple[str, tuple[tuple[int, Dim], ...]], set[Dim]] = {}
     for x in (*(n for n in a.loops.nodes if isinstance(n, Load)), *a.loops.stores):
-        if all(k >= 0 and k not in cols for k, _ in x.index.terms):
+        if all(k >= 0 and k not in a.cols for k, _ in x.index.terms):
             elements.setdefault((x.buffer, x.index.terms), set()).add(x.index.const)
     rows = ((offsets, [step for _, step in terms]) for (_, terms), offsets in elements.items())
     widths = (len(e) for e, steps in rows if e == {*range(len(e))} and all(s % len(e) == 0 for s in steps))
@@ -166,15 +163,14 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
 def windows(a: Analysis, device: DeviceSpec) -> str | None:
     """Refuse operations that need whole rows beside reductions over inner axes, and expensive operations on
     elements that overlapping windows read: each window computes them."""
-    loops, inner = a.loops, axes_in(a.loops.axes, (INNER,))
+    loops, inner = a.loops, a.inner
     if not inner:
         return None
-    in_windows = windowed.runs(loops)
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
     for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
         if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.reduced_groups(i)):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
-        if not in_windows:
+        if a.windows is None:
             continue
         once.append(frozenset[frozenset[int]]().union(*(once[o] for o in operands_of(node))))
         if isinstance(node, Load) and _is_apart(loops, node.index):
