@@ -206,6 +206,34 @@ def test_answers_by_place_and_module(report: fc.Report) -> None:
     assert all(answer.fused for answer in report.why("norm1", "norm1"))
 
 
+def test_answers_and_reports_say_which_pass_they_are_about(report: fc.Report) -> None:
+    answers = report.why("F.relu", "norm2")
+    assert [a.graph for a in answers] == ["graph0.forward", "graph0.backward"]
+    assert all(str(a) == f"{a.graph}: {a.text}" for a in answers)
+    assert str(report).splitlines()[1].startswith("  forward and backward: ")
+    assert [graph["phase"] for graph in report.json()["graphs"]] == ["forward", "backward"]
+    inference = fc.explain(torch.sin, torch.empty(3))
+    assert str(inference).splitlines()[1].startswith("  inference: ")
+
+
+def test_a_compiled_model_and_its_report_print_the_same_plans_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        return torch.softmax(F.gelu(x @ w), -1).cumsum(0).topk(9)[0]
+
+    x, w = torch.randn(40, 30, requires_grad=True), torch.randn(30, 20)
+    fast = fc.compile(model, backend="eager")
+    fast(x, w).sum().backward()
+    monkeypatch.setattr("fusion_compiler.passes.fuse.why.solve", lambda *_: pytest.fail("searched again"))
+    text, printed = str(fast.report()), str(fast.plan)
+    for plan in fast.plan:
+        assert plan.refusals and plan.leftovers and str(plan) in text and str(plan) in printed
+        for refused in plan.refusals[:1]:
+            assert refused.about in str(plan) and f"{refused.rule}: " in str(plan)
+            assert fast.why(refused.subject, refused.other)[0].refused == refused
+
+
 def test_an_unknown_name_says_what_is_close(report: fc.Report) -> None:
     with pytest.raises(UnknownOpError, match=r"mul_softmax_dropot.*did you mean 'mul_softmax_dropout'"):
         report.why("mul_softmax_dropot", "mm_3")
