@@ -55,7 +55,7 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
 )
-from fusion_compiler.ir.writes import meta_of, stored_shape
+from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.ops.views import Permuted
@@ -266,11 +266,10 @@ class Lowering(Builder):
         op = self.dag.op(name)
         if op.target is not put:
             return self.value(name, coords, within)
-        source = op.args[2]
-        assert isinstance(source, Ref)
-        lead = len(stored_shape(self.dag, op)) - len(meta_of(self.dag, source).shape)
+        source = op.operand("source")
+        lead = len(stored_shape(self.dag, op)) - len(self.dag.op(source).outputs[0].shape)
         self.coords_of.setdefault(name, coords)
-        node = self.value(source.name, coords[lead:], within)
+        node = self.value(source, coords[lead:], within)
         return self.converted(node, compute_dtype(op.outputs[0].dtype), name)
 
     def stores_of_part(self, name: str, part: Part) -> list[Store]:
@@ -541,27 +540,18 @@ class Lowering(Builder):
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")
         operands: list[tuple[str, object]] = []
-        schema = op.target._schema.arguments  # type: ignore[union-attr]
-        kwargs = dict(op.kwargs)
-        for position, argument in enumerate(schema):
-            arg = (
-                op.args[position]
-                if position < len(op.args)
-                else kwargs.get(argument.name, argument.default_value)
-            )
+        for name, arg in op.arguments.items():
             if isinstance(arg, Ref):
-                operands.append((argument.name, Value(self.operand(op, arg.name, coords, within))))
+                operands.append((name, Value(self.operand(op, arg.name, coords, within))))
             elif isinstance(arg, bool | int | float | str) or arg is None:
-                operands.append((argument.name, arg))
+                operands.append((name, arg))
             elif isinstance(arg, torch.dtype | torch.device | torch.layout | torch.memory_format):
-                operands.append((argument.name, str(arg)))
+                operands.append((name, str(arg)))
             elif isinstance(arg, sympy.Expr) and arg.is_integer:  # a size
                 size = Coordinate(Index(arg, ()), torch.int64)
-                operands.append((argument.name, Value(self.emit(size, f"{op.name}_size"))))
+                operands.append((name, Value(self.emit(size, f"{op.name}_size"))))
             else:
-                raise Illegal(
-                    "operand", f"{argument.name}={arg} of {op.name} is neither a tensor nor a constant"
-                )
+                raise Illegal("operand", f"{name}={arg} of {op.name} is neither a tensor nor a constant")
         dtype = op.outputs[0].dtype
         if spec.discontinuous:
             operands = self.rounder.comparable(op, operands)

@@ -110,8 +110,7 @@ def product_of(dag: OpDag, op: Op) -> Product | None:
     few, most = min(sizes, key=lambda bound: math.inf if bound[1] is None else bound[1])
     stride = (*b.stride[:batch], 0, *b.stride[-2:]) if few == batch else (*a.stride, 0)
     added = names[0] if first else None
-    kwargs = dict(op.kwargs)
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+    beta, alpha = (op.arguments.get(name, 1) for name in ("beta", "alpha"))
     if not (isinstance(beta, int | float) and isinstance(alpha, int | float)):
         return None
     return Product(left, right, (*a.shape[:batch], m, k, n), stride, few, most, added, beta, alpha)
