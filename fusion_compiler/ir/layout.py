@@ -64,14 +64,14 @@ def overlay_of(op: Op) -> views.View:
 
 def lookups_of(dag: OpDag, op: Op) -> lookups.Lookups | None:
     """Return what an op looks up by indices that are data, each a `Ref`; None for another op."""
-    if not isinstance(op.target, OpOverload):
+    if not lookups.looks_up(op.target):
         return None
     return lookups.lookups_of(op.target, op.arguments, lambda a: len(dag.op(a.name).outputs[0].shape))
 
 
 def lookups_of_node(node: fx.Node) -> lookups.Lookups | None:
     """Return what an fx node looks up by indices that are data, each a node; None for another node."""
-    if not isinstance(node.target, OpOverload):
+    if not lookups.looks_up(node.target):
         return None
     named = bound(node.target, node.args, node.kwargs)
     return lookups.lookups_of(node.target, named, lambda a: a.meta["val"].dim())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._ops import OpOverload
@@ -57,15 +57,16 @@ GATHERS = {
 }
 
 
-def lookups_of(
-    target: OpOverload, arguments: Mapping[str, Any], rank: Callable[[Any], int]
-) -> Lookups | None:
-    """Return the lookups of a call; None for an operator that looks nothing up.
+def looks_up(target: object) -> TypeGuard[OpOverload]:
+    """True for an operator that looks elements up by indices that are data, or writes them."""
+    return target in _OPERATORS
+
+
+def lookups_of(target: OpOverload, arguments: Mapping[str, Any], rank: Callable[[Any], int]) -> Lookups:
+    """Return the lookups of a call of an operator that looks something up.
 
     arguments: by the names of the schema (`schema.bound`). rank: returns the number of dimensions of one.
     """
-    if target not in _OPERATORS:
-        return None
     name, lookups = _OPERATORS[target]
     index = arguments[name]
     if index is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.writes import indexed
-from fusion_compiler.ops.lookups import GATHERS, Lookups, lookups_of
+from fusion_compiler.ops.lookups import GATHERS, Lookups, looks_up, lookups_of
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import bound
@@ -25,9 +25,8 @@ def numbers(size: int, *shape: int, least: int = 0) -> Tensor:
 
 
 def described(target: OpOverload, *args: Any) -> Lookups:
-    lookups = lookups_of(target, bound(target, args, {}), lambda tensor: tensor.dim())
-    assert lookups is not None
-    return lookups
+    assert looks_up(target)
+    return lookups_of(target, bound(target, args, {}), lambda tensor: tensor.dim())
 
 
 def element(lookups: Lookups, source: Tensor, at: tuple[int, ...]) -> Tensor:
@@ -88,4 +87,4 @@ def test_what_is_looked_up_besides() -> None:
     base, value = torch.zeros(3, 4), torch.ones(2)
     assert described(put, base, base, value) == Lookups("view", wraps=True)
     assert described(put, base, base, value, [None, expert]) == Lookups("view", ((1, expert),), wraps=True)
-    assert lookups_of(aten.add.Tensor, {"self": base, "other": base}, lambda tensor: tensor.dim()) is None
+    assert not looks_up(aten.add.Tensor) and not looks_up("placeholder")

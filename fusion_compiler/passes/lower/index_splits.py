@@ -166,14 +166,10 @@ def _count(size: Dim, piece: Dim, lengths: list[Dim]) -> int | None:
 # -- Handlers return (dimension, lengths of the ranges along it that have one expression each) -------------
 
 
-def _cat(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    dim = wrap(op.arguments["dim"], len(op.outputs[0].shape))
+def _joined(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
+    dim, is_new = wrap(op.arguments["dim"], len(op.outputs[0].shape)), form_of(op.target) is Form.STACK
     shapes = [dag.op(a.name).outputs[0].shape for a in op.arguments["tensors"]]
-    return dim, [shape[dim] for shape in shapes if shape != (0,)]
-
-
-def _stack(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
-    return wrap(op.arguments["dim"], len(op.outputs[0].shape)), [1] * len(op.arguments["tensors"])
+    return dim, [1 if is_new else shape[dim] for shape in shapes if shape != (0,)]
 
 
 def _pad(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
@@ -199,8 +195,8 @@ def _overlay(dag: OpDag, op: Op) -> tuple[int, list[Dim]]:
 
 
 _RANGES: Mapping[Form | None, Callable[[OpDag, Op], tuple[int, list[Dim]]]] = {
-    Form.CONCATENATION: _cat,
-    Form.STACK: _stack,
+    Form.CONCATENATION: _joined,
+    Form.STACK: _joined,
     Form.PADDING: _pad,
     Form.OVERLAY: _overlay,
 }

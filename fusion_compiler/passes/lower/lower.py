@@ -55,10 +55,9 @@ from fusion_compiler.ir.loops import (
     Value,
     axes_in,
 )
-from fusion_compiler.ir.writes import meta_of, stored_shape
+from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.ops.arithmetic import ADD, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, OR
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import bound
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.ops.views import Permuted
 from fusion_compiler.passes.lower import scans
@@ -265,11 +264,10 @@ class Lowering(Builder):
         op = self.dag.op(name)
         if op.target is not put:
             return self.value(name, coords, within)
-        source = op.args[2]
-        assert isinstance(source, Ref)
-        lead = len(stored_shape(self.dag, op)) - len(meta_of(self.dag, source).shape)
+        source = op.operand("source")
+        lead = len(stored_shape(self.dag, op)) - len(self.dag.op(source).outputs[0].shape)
         self.coords_of.setdefault(name, coords)
-        node = self.value(source.name, coords[lead:], within)
+        node = self.value(source, coords[lead:], within)
         return self.converted(node, compute_dtype(op.outputs[0].dtype), name)
 
     def stores_of_part(self, name: str, part: Part) -> list[Store]:
@@ -540,7 +538,7 @@ class Lowering(Builder):
         if spec is None or spec.expr is None:
             raise Illegal("operator", f"{op.target} has no expression")
         operands: list[tuple[str, object]] = []
-        for name, arg in bound(spec.target, op.args, dict(op.kwargs)).items():
+        for name, arg in op.arguments.items():
             if isinstance(arg, Ref):
                 operands.append((name, Value(self.operand(op, arg.name, coords, within))))
             elif isinstance(arg, bool | int | float | str) or arg is None:

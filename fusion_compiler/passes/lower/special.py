@@ -43,47 +43,30 @@ aten = torch.ops.aten
 Handler = Callable[[Builder, Op, Coords, int | None], int]
 
 
-def _cat(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    tensors = [t for t in tensors if build.dag.op(t).outputs[0].shape != (0,)]
-    dim = wrap(op.arguments["dim"], len(coords))
+def _joined(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
+    """Return the tensor that has the place at `coords`, of several side by side along a dimension."""
+    dim, is_new = wrap(op.arguments["dim"], len(coords)), form_of(op.target) is Form.STACK
     dtype = compute_dtype(op.outputs[0].dtype)
-    result: int | None = None
     end: Dim = 0
     parts: list[tuple[int, int | None]] = []
-    for tensor in tensors:
-        start, end = end, simple(end + build.dag.op(tensor).outputs[0].shape[dim])
+    for tensor in op.arguments["tensors"]:
+        shape = build.dag.op(tensor.name).outputs[0].shape
+        if shape == (0,):
+            continue
+        start, end = end, simple(end + (1 if is_new else shape[dim]))
         inside, partial = build.in_range(coords[dim], start, end, within)
         if inside is None and partial:
             continue
-        moved = (*coords[:dim], shifted(coords[dim], simple(-start)), *coords[dim + 1 :])
-        parts.append((build.value(tensor, moved, inside), inside if partial else None))
+        moved = () if is_new else (shifted(coords[dim], simple(-start)),)
+        value = build.value(tensor.name, (*coords[:dim], *moved, *coords[dim + 1 :]), inside)
+        parts.append((value, inside if partial else None))
+    result: int | None = None
     for value, inside in reversed(parts):
         result = (
             value if result is None or inside is None else build.choose(inside, value, result, dtype, op.name)
         )
     if result is None:
         return build.constant(0, dtype, op.name)
-    return build.converted(result, dtype, op.name)
-
-
-def _stack(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
-    tensors = [a.name for a in op.args[0] if isinstance(a, Ref)]  # type: ignore[union-attr]
-    dim = wrap(op.arguments["dim"], len(coords))
-    dtype = compute_dtype(op.outputs[0].dtype)
-    inner = (*coords[:dim], *coords[dim + 1 :])
-    result: int | None = None
-    for number, tensor in reversed(list(enumerate(tensors))):
-        inside, partial = build.in_range(coords[dim], number, number + 1, within)
-        if inside is None and partial:
-            continue
-        value = build.value(tensor, inner, inside)
-        result = (
-            value
-            if result is None or not partial or inside is None
-            else build.choose(inside, value, result, dtype, op.name)
-        )
-    assert result is not None
     return build.converted(result, dtype, op.name)
 
 
@@ -96,17 +79,17 @@ def _pad(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     inside, padded = within, list[int]()
     for i in range(len(pads) // 2):
         dim = len(shape) - 1 - i
-        inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))  # type: ignore[operator]
+        inner[dim] = shifted(coords[dim], simple(-pads[2 * i]))
         now, partial = build.in_range(inner[dim], 0, shape[dim], inside)
         if now is None and partial:
-            return build.constant(fill, dtype, op.name)  # type: ignore[arg-type]
+            return build.constant(fill, dtype, op.name)
         inside, padded = now, [*padded, dim] if partial else padded
     if not padded or inside is None:
         return build.value(source, tuple(inner), inside)
     value = build.value_in_range(source, tuple(inner), padded, inside)
     if exact(fill) in map(exact, (0, 0.0, False)):
         return build.zero_outside(value, inside, dtype, op.name)
-    return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)  # type: ignore[arg-type]
+    return build.choose(inside, value, build.constant(fill, dtype, "fill"), dtype, op.name)
 
 
 def _overlay(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
@@ -137,7 +120,7 @@ def _overlay(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
 
 def _flip(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     shape = op.outputs[0].shape
-    dims = [wrap(d, len(shape)) for d in op.args[1]]  # type: ignore[union-attr]
+    dims = layout.reversed_dims(op)
     turned = tuple(
         shifted(combine([(c, -1)]), simple(shape[d] - 1)) if d in dims else c for d, c in enumerate(coords)
     )
@@ -296,7 +279,7 @@ def put_place(
 ) -> tuple[Index, int | None]:
     """Return where `put_` stores its value at `coords`: the index in its base, and the node of the store's
     mask. An index that may be out of bounds is checked, and its element is not stored."""
-    (base, name), inside = (r.name for r in op.args[:2] if isinstance(r, Ref)), within
+    base, name, inside = op.operand("self"), op.operand("view"), within
     indices = lookups(build.dag, op)
     if indices:
         coords, at = _indexed(build, op, indices, len(build.dag.op(name).outputs[0].shape), coords)
@@ -330,8 +313,8 @@ _HANDLERS: Mapping[Form, Handler] = {
     Form.COUNT: _iota,
     Form.LOOKUP: _lookup,
     Form.SEGMENTS: _sum_rows,
-    Form.CONCATENATION: _cat,
-    Form.STACK: _stack,
+    Form.CONCATENATION: _joined,
+    Form.STACK: _joined,
     Form.PADDING: _pad,
     Form.OVERLAY: _overlay,
     Form.REVERSAL: _flip,

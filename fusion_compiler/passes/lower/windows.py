@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.dims import Dim, not_above, simple
@@ -30,7 +29,6 @@ from fusion_compiler.ir.index import ZERO, combine, shifted
 from fusion_compiler.ir.loops import Coordinate, Index, Reduce, Value
 from fusion_compiler.ops.arithmetic import BITS_NOT, DIV, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, SUB
 from fusion_compiler.ops.own import depthwise, max_pool
-from fusion_compiler.ops.schema import bound
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
@@ -180,7 +178,7 @@ def _geometry(op: Op) -> Any:
 
 def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
     """Return the windows of averages, by the names of its tensors. Raises Illegal."""
-    named, dtype = _named(op), op.outputs[0].dtype
+    named, dtype = op.arguments, op.outputs[0].dtype
     if not dtype.is_floating_point:
         raise Illegal("dtype", f"averages of {dtype} are rounded to whole numbers")
     geometry = named["kernel_size"], named["stride"] or named["kernel_size"], named["padding"]
@@ -193,7 +191,7 @@ def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
 
 def _divisor(build: Builder, op: Op, windows: Windows, at: Coords) -> Value | int:
     """Return what sums of windows are divided by: a number, or where it differs the node that holds it."""
-    named = _named(op)
+    named = op.arguments
     if named["divisor_override"] is not None:
         return named["divisor_override"]
     number, node = 1, None
@@ -232,12 +230,6 @@ def _divided(build: Builder, op: Op, value: int, divisor: Value | int) -> int:
 
 def _shape(build: Builder, name: str) -> tuple[Dim, ...]:
     return build.dag.op(name).outputs[0].shape
-
-
-def _named(op: Op) -> dict[str, Any]:
-    """Return the arguments of an ATen call by name."""
-    assert isinstance(op.target, OpOverload)
-    return bound(op.target, op.args, dict(op.kwargs))
 
 
 def _meeting(
