@@ -89,15 +89,25 @@ def writes(target: OpOverload) -> bool:
     return target._schema.is_mutable and target is not torch.ops.aten.detach_.default
 
 
+def reached(start: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return the nodes of `start`, the nodes that `further` returns for each of them, and so on."""
+    nodes, pending = set[fx.Node](), [*start]
+    while pending:
+        if (node := pending.pop()) not in nodes:
+            nodes.add(node)
+            pending += further(node)
+    return nodes
+
+
 def ancestors(node: fx.Node) -> set[fx.Node]:
     """Return `node` and everything from which it is computed."""
-    nodes: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        current = pending.pop()
-        if current not in nodes:
-            nodes.add(current)
-            pending += current.all_input_nodes
+    return reached([node], lambda n: n.all_input_nodes)
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Return the nodes in an argument, which may be a list."""
+    nodes: list[fx.Node] = []
+    map_arg(value, nodes.append)
     return nodes
 
 
@@ -150,24 +160,15 @@ def refuse_effects(nodes: Iterable[fx.Node], what: str) -> None:
 
 def aliases(value: Any) -> set[fx.Node]:
     """Return a node, or several, and all nodes whose memory they may show."""
-    nodes: set[fx.Node] = set()
-    pending = [value]
-    while pending:
-        current = pending.pop()
-        if isinstance(current, list | tuple):
-            pending += current
-        elif isinstance(current, fx.Node) and current not in nodes:
-            nodes.add(current)
-            pending += _viewed(current)
-    return nodes
+    return reached(nodes_in(value), _viewed)
 
 
-def _viewed(node: fx.Node) -> list[Any]:
+def _viewed(node: fx.Node) -> list[fx.Node]:
     """Return the arguments whose memory a call's result may be."""
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
     named = arguments(node)
-    return [named[a.name] for a in node.target._schema.arguments if a.alias_info is not None]
+    return nodes_in([named[a.name] for a in node.target._schema.arguments if a.alias_info is not None])
 
 
 def emit(like: fx.Node, target: OpOverload | Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:

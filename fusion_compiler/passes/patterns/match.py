@@ -235,14 +235,19 @@ class Unifier:
         if boundary:
             yield bound
             return
+        if self.pattern.arguments(p).keys() == self.graph.arguments(g).keys():
+            for pairs in self.pairs(p, g):
+                yield from self.values(pairs, bound)
+
+    def pairs(self, p: str, g: str) -> list[list[tuple[object, object]]]:
+        """Return the pairs of arguments of two ops of the same operator, both ways if it is commutative."""
         ours, other = self.pattern.arguments(p), self.graph.arguments(g)
-        if ours.keys() != other.keys():
-            return
-        names = list(ours)
-        yield from self.values([(ours[n], other[n]) for n in names], bound)
-        if is_commutative(self.pattern.key[p], ours, other):
-            swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
-            yield from self.values([*swapped, *((ours[n], other[n]) for n in names[2:])], bound)
+        names = [n for n in ours if n in other]
+        pairs = [(ours[n], other[n]) for n in names]
+        if not is_commutative(self.pattern.key[p], ours, other):
+            return [pairs]
+        swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
+        return [pairs, [*swapped, *pairs[2:]]]
 
     def values(self, pairs: Sequence[tuple[object, object]], state: State) -> Iterator[State]:
         """Yield the states in which each pair of arguments is equal."""

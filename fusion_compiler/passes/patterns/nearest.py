@@ -19,7 +19,7 @@ from fusion_compiler.ir.dag import Op, OpDag, Ref, Source
 from fusion_compiler.ir.pattern_text import parameter_names
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.passes.patterns.indexed import Indexed, computes, key_of
-from fusion_compiler.passes.patterns.match import State, Unifier, is_commutative, of_one_kind
+from fusion_compiler.passes.patterns.match import State, Unifier, of_one_kind
 from fusion_compiler.passes.patterns.trace import Traced
 
 MOST_COMPARISONS = 2000  # comparisons of ops, for one pattern in one graph
@@ -176,7 +176,8 @@ class _Comparison:
         walk.state = sized
         if boundary:
             return walk
-        return self.operands(p, g, walk)
+        orders = self.unifier.pairs(p, g)
+        return max((self.pairs(p, g, order, walk.copy()) for order in orders), key=_likeness)
 
     def past(self, mine: Op, theirs: Op, walk: _Walk) -> _Walk:
         """Compare the operands of two different operators; keep the result if some ops are alike again."""
@@ -186,16 +187,6 @@ class _Comparison:
         for a, b in zip(mine.inputs, theirs.inputs, strict=True):
             below = self.ops(a, b, below)
         return below if len(below.alike) > len(walk.alike) else walk
-
-    def operands(self, p: str, g: str, walk: _Walk) -> _Walk:
-        """Compare the arguments of two ops of the same operator, both ways if it is commutative."""
-        ours, other = self.pattern.arguments(p), self.graph.arguments(g)
-        names = [n for n in ours if n in other]
-        orders = [[(ours[n], other[n]) for n in names]]
-        if is_commutative(self.pattern.key[p], ours, other):
-            swapped = [(ours[names[0]], other[names[1]]), (ours[names[1]], other[names[0]])]
-            orders.append([*swapped, *orders[0][2:]])
-        return max((self.pairs(p, g, order, walk.copy()) for order in orders), key=_likeness)
 
     def pairs(self, p: str, g: str, order: list[tuple[object, object]], walk: _Walk) -> _Walk:
         """Compare pairs of arguments: ops are alike if their constants are; tensors are compared in turn."""

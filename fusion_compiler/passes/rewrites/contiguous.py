@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from fusion_compiler.capture.graphs import reached
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ops.table import Kind, spec_of
@@ -50,16 +51,8 @@ def _starts_stream(node: fx.Node) -> bool:
 
 def shows(node: fx.Node) -> bool:
     """True if a result of the graph would have other strides if `node` had."""
-    seen: set[fx.Node] = set()
-    reached = [node]
-    while reached:
-        for user in reached.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and _hands_on(user):
-                seen.add(user)
-                reached.append(user)
-    return False
+    readers = reached(node.users, lambda user: user.users if _hands_on(user) else ())
+    return any(reader.op == "output" for reader in readers)
 
 
 def _hands_on(node: fx.Node) -> bool:

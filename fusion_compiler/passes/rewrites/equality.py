@@ -44,16 +44,12 @@ def check_equal(rule: Rewrite) -> None:
         for number, trial in enumerate(trials(rule)):
             try:
                 differences = _differences(rule, trial, torch.randn)
-            except _CodeError as failed:
+            except _SideError as failed:
                 if number == 0:
-                    raise InvalidPatternError(
-                        pattern=rule.name, detail=f"its code fails: {failed.error}"
-                    ) from failed.error
-                continue  # the code does not take these sizes or numbers
-            except _AfterError as failed:
-                if number == 0:
-                    detail = f"its replacement fails: {failed.error}"
+                    detail = f"its {failed.side} fails: {failed.error}"
                     raise InvalidPatternError(pattern=rule.name, detail=detail) from failed.error
+                if failed.side == "code":
+                    continue  # the code does not take these sizes or numbers
                 raise RewriteNotEqualError(
                     pattern=rule.name,
                     what="the replacement",
@@ -65,16 +61,10 @@ def check_equal(rule: Rewrite) -> None:
 
 
 class _SideError(Exception):
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    """One side fails: the "code", or the "replacement" where the code does not."""
 
-
-class _CodeError(_SideError):
-    """The code of the pattern fails."""
-
-
-class _AfterError(_SideError):
-    """The replacement fails, and the code does not."""
+    def __init__(self, side: str, error: Exception) -> None:
+        self.side, self.error = side, error
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ Tangent = Callable[[torch.Size], Tensor]
 def _differences(rule: Rewrite, trial: Trial, tangent: Tangent) -> list[_Difference]:
     """Return the results that differ on a trial, outputs first: in float64, or else in the example's dtypes.
 
-    Raises _CodeError and _AfterError.
+    Raises _SideError.
     """
     exact, theirs = _both(rule, trial, tangent, wide=True)
     differences = [_difference(pair) for pair in _pairs(rule, trial, exact, theirs)]
@@ -136,14 +126,13 @@ def _differences(rule: Rewrite, trial: Trial, tangent: Tangent) -> list[_Differe
 def _both(rule: Rewrite, trial: Trial, tangent: Tangent, *, wide: bool) -> tuple[_Results, _Results]:
     """Return the results of the two sides. wide: compute in float64, also where the code casts to less."""
     inputs = [v.double() if wide and is_float(v) else v for v in trial.inputs]
-    try:
-        before = _results(rule.code, inputs, trial.kind.generic, tangent, wide)
-    except Exception as error:
-        raise _CodeError(error) from error
-    try:
-        return before, _results(rule.after, inputs, trial.kind.generic, tangent, wide)
-    except Exception as error:
-        raise _AfterError(error) from error
+    results: list[_Results] = []
+    for side, code in (("code", rule.code), ("replacement", rule.after)):
+        try:
+            results.append(_results(code, inputs, trial.kind.generic, tangent, wide))
+        except Exception as error:
+            raise _SideError(side, error) from error
+    return results[0], results[1]
 
 
 def _results(code: Code, inputs: Sequence[Any], generic: bool, tangent: Tangent, wide: bool) -> _Results:

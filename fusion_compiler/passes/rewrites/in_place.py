@@ -31,7 +31,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused
+from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused, nodes_in, reached
 from fusion_compiler.capture.memory import COPY, form_of, has_strides, place, root
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.decision import Decisions
@@ -122,8 +122,8 @@ class _Write:
     def operands(self) -> list[fx.Node]:
         """Return what is written, and where, without the base."""
         if self.form is not None:
-            return _flat((self.path[0].args, self.path[0].kwargs))[1:]
-        return _flat((self.source, self.indices))
+            return nodes_in((self.path[0].args, self.path[0].kwargs))[1:]
+        return nodes_in((self.source, self.indices))
 
     def _grow(self) -> bool:
         """Extend the write to a larger region, and return True, if the only reader of its result makes that
@@ -237,14 +237,7 @@ class _Writes:
 
     def after(self, node: fx.Node) -> set[fx.Node]:
         """Return a node and all nodes that run after it."""
-        nodes: set[fx.Node] = set()
-        pending = [node]
-        while pending:
-            current = pending.pop()
-            if current not in nodes:
-                nodes.add(current)
-                pending += [*current.users, *self.before.get(current, ())]
-        return nodes
+        return reached([node], lambda n: (*n.users, *self.before.get(n, ())))
 
     def rewritten(self, write: _Write) -> fx.Node:
         first, result = write.path[0], write.result
@@ -302,12 +295,6 @@ def part_of(scatter: fx.Node) -> fx.Node:
     more = [value for name, value in named.items() if name not in ("self", "src")]
     with scatter.graph.inserting_before(scatter):
         return emit(scatter, OVERLAYS[scatter.target], named["self"], *more)  # type: ignore[index]
-
-
-def _flat(value: Any) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.map_arg(value, nodes.append)
-    return nodes
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

@@ -27,6 +27,7 @@ from fusion_compiler.capture.graphs import (
     emit,
     is_trained,
     mutated_nodes,
+    reached,
     refuse_strides,
     replaced_by,
     stored_in_order,
@@ -174,10 +175,7 @@ def _gains(node: fx.Node) -> bool:
 
 def _behind(graph: fx.Graph, sources: Collection[fx.Node]) -> list[fx.Node]:
     """Return `sources` and all nodes that are computed from them, in order."""
-    dependent = dict.fromkeys(sources)
-    for node in graph.nodes:
-        if not dependent.keys().isdisjoint(node.all_input_nodes):
-            dependent[node] = None
+    dependent = reached(sources, lambda node: node.users)
     return [node for node in graph.nodes if node in dependent]
 
 
