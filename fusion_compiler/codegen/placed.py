@@ -57,6 +57,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Store,
+    conjuncts_of,
     is_applied,
     operand_of,
     operands_of,
@@ -623,20 +624,7 @@ class Emitter:
 
     def parts(self, condition: int) -> list[int]:
         """Return the nodes whose conjunction a condition is, without those that hold."""
-        return [part for part in self.conjuncts(condition) if self.literal(part) is not True]
-
-    def conjuncts(self, condition: int) -> list[int]:
-        """Return the nodes whose conjunction a condition is."""
-        visited, stack, conjuncts = set[int](), [condition], list[int]()
-        while stack:
-            number = stack.pop()
-            node = self.loops.nodes[number]
-            if number not in visited and is_applied(node, AND):
-                stack += reversed(operands_of(node))
-            elif number not in visited:
-                conjuncts.append(number)
-            visited.add(number)
-        return conjuncts
+        return [part for part in conjuncts_of(self.loops.nodes, condition) if self.literal(part) is not True]
 
     def access(
         self, buffer: str, place: Tile, axes: frozenset[int], conditions: Iterable[Tile]
@@ -672,7 +660,7 @@ class Emitter:
 
     def ranges(self, condition: int) -> list[Index]:
         """Return the indices that lie in a range wherever a condition holds."""
-        nodes = (self.loops.nodes[part] for part in self.conjuncts(condition))
+        nodes = (self.loops.nodes[part] for part in conjuncts_of(self.loops.nodes, condition))
         return [node.index for node in nodes if isinstance(node, InRange)]
 
     def random(self, node: Random) -> Tile:
@@ -782,7 +770,7 @@ class Emitter:
                     return None
                 return low <= place < high
             case Compute() if is_applied(node, AND):
-                operands = [self.literal(part) for part in self.conjuncts(number)]
+                operands = [self.literal(part) for part in conjuncts_of(self.loops.nodes, number)]
                 return False if False in operands else True if all(o is True for o in operands) else None
             case Compute() if (divided := self.divided(node)) is not None:
                 return divided[1] if divided[0] is None else None

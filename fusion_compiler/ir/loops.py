@@ -38,7 +38,7 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, quotient
-from fusion_compiler.ops.arithmetic import CAST
+from fusion_compiler.ops.arithmetic import AND, CAST
 from fusion_compiler.ops.schema import default_numbers, defaults_of
 from fusion_compiler.ops.table import BY_TARGET, OpSpec
 
@@ -337,6 +337,19 @@ _OPERANDS: Mapping[type, Callable[[Any], tuple[int, ...]]] = {
     Reduce: lambda n: _and_within(n.operand, within=n.within),
     Scan: lambda n: (n.operand,),
 }
+
+
+def conjuncts_of(nodes: Sequence[Node], condition: int) -> list[int]:
+    """Return the nodes whose conjunction a condition is, each once."""
+    visited, stack, conjuncts = set[int](), [condition], list[int]()
+    while stack:
+        number = stack.pop()
+        if number not in visited and is_applied(nodes[number], AND):
+            stack += reversed(operands_of(nodes[number]))
+        elif number not in visited:
+            conjuncts.append(number)
+        visited.add(number)
+    return conjuncts
 
 
 def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int] = ()) -> set[int]:

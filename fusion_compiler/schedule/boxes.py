@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion_compiler.ir.dims import quotient
-from fusion_compiler.ir.loops import Index, InRange, Load, LoopNest, is_applied, operands_of
-from fusion_compiler.ops.arithmetic import AND
+from fusion_compiler.ir.loops import Index, InRange, Load, LoopNest, conjuncts_of
 from fusion_compiler.schedule.placement import Leaf, Place
 
 MOST_SIDES = 5  # of a box
@@ -61,8 +60,9 @@ def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -
     if not isinstance(offset := load.index.const, int):
         return f"where {name} begins is known at launch only"
     sides: list[Side] = []
-    for node in () if load.within is None else _conjuncts(loops, load.within):
-        if node is None:
+    for number in () if load.within is None else conjuncts_of(loops.nodes, load.within):
+        node = loops.nodes[number]
+        if not isinstance(node, InRange):
             return f"{name} is read under a condition that is no range"
         low, high, const = node.low, node.high, node.index.const
         if not isinstance(low, int) or not isinstance(high, int) or not isinstance(const, int):
@@ -79,16 +79,6 @@ def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -
         reached = sum(int(loops.axes[axis].size) - 1 for axis in axes)
         sides.append(Side(Index(0, tuple((axis, 1) for axis in axes)), reached + 1, step))
     return _checked(name, Box(offset, tuple(sides)), leaves, itemsize)
-
-
-def _conjuncts(loops: LoopNest, condition: int) -> Iterator[InRange | None]:
-    """Yield the ranges whose conjunction a condition is, and None for what is no range."""
-    node = loops.nodes[condition]
-    if is_applied(node, AND):
-        for operand in operands_of(node):
-            yield from _conjuncts(loops, operand)
-    else:
-        yield node if isinstance(node, InRange) else None
 
 
 def _checked(name: str, box: Box, leaves: Sequence[Leaf], itemsize: int) -> Box | str:
