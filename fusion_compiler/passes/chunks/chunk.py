@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, fake_mode, hinted
+from fusion_compiler.capture.graphs import ancestors, emit, fake_mode, hinted
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
@@ -39,8 +39,8 @@ from fusion_compiler.passes.chunks.region import (
     RefusedError,
     Region,
     Survey,
+    backward_of,
     dependents,
-    tangents,
 )
 from fusion_compiler.passes.chunks.rows import factors, is_product, shape
 
@@ -67,6 +67,11 @@ class Limits:
     columns: int = 16384
     alignment: int = 64
 
+    def are_met(self, rows: int, width: int, dtype: torch.dtype, hidden: float = 0) -> bool:
+        """True if logits are worth a loop. hidden: the width of the hidden states."""
+        is_large = dtype.is_floating_point and rows * width * dtype.itemsize >= self.bytes
+        return is_large and width >= self.width * hidden and rows >= 2 * self.rows
+
     def chunk(self, rows: int) -> int:
         """Return the rows of a chunk, so that chunks are equal if possible; else the last is smaller."""
         least = math.ceil(rows / self.rows)
@@ -85,8 +90,8 @@ LIMITS = Limits()
 def chunk_losses(graph: fx.Graph) -> Decisions:
     """Cut into chunks, in place, all large logits of a joint or an inference graph that only a loss needs."""
     notes: list[Decision] = []
-    gradients = dependents(graph, tangents(graph))
-    large = [n for n in graph.nodes if is_product(n) and n not in gradients and _is_large(n, LIMITS)]
+    gradients = backward_of(graph)
+    large = [n for n in graph.nodes if is_product(n) and n not in gradients and _is_large(n)]
     for node in large:
         if not node._erased:
             with contextlib.suppress(_NoLossError):
@@ -94,14 +99,9 @@ def chunk_losses(graph: fx.Graph) -> Decisions:
     return tuple(notes)
 
 
-def _is_large(node: fx.Node, limits: Limits) -> bool:
-    value = node.meta["val"]
-    hidden = factors(node)[0].meta["val"].shape[1]
-    if not value.is_floating_point():
-        return False
-    rows, width, hidden = map(hinted, (*value.shape, hidden))
-    size = rows * width * value.dtype.itemsize
-    return size >= limits.bytes and width >= limits.width * hidden and rows >= 2 * limits.rows
+def _is_large(node: fx.Node) -> bool:
+    rows, width, hidden = map(hinted, (*shape(node), shape(factors(node)[0])[1]))
+    return LIMITS.are_met(rows, width, node.meta["val"].dtype, hidden)
 
 
 class _NoLossError(Exception):
@@ -109,9 +109,9 @@ class _NoLossError(Exception):
 
 
 def _chunk(graph: fx.Graph, node: fx.Node) -> Decision:
-    sizes = tuple(node.meta["val"].shape)
+    sizes: tuple[Any, ...] = shape(node)
     try:
-        if not all(isinstance(n, int) for n in (*sizes, *factors(node)[0].meta["val"].shape)):
+        if not all(isinstance(n, int) for n in (*sizes, *shape(factors(node)[0]))):
             raise RefusedError("its sizes vary from call to call")
         note = Rewriter(graph, node).run()
     except RefusedError as reason:
@@ -123,8 +123,7 @@ def _chunk(graph: fx.Graph, node: fx.Node) -> Decision:
 
 def _has_loss(graph: fx.Graph, logits: fx.Node) -> bool:
     """True if the forward pass computes something smaller from logits."""
-    backward = dependents(graph, tangents(graph))
-    values = (n.meta.get("val") for n in dependents(graph, [logits]) - backward)
+    values = (n.meta.get("val") for n in dependents(graph, [logits]) - backward_of(graph))
     size = logits.meta["val"].numel()
     return any(isinstance(v, torch.Tensor) and 2 * v.numel() <= size for v in values)
 
@@ -282,14 +281,11 @@ def _value(node: fx.Node, result: Result) -> Any:
 
 def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
     """Emit value * factor in the dtype of `like`, the node that it replaces."""
-    scaled = like.graph.call_function(aten.mul.Tensor, (value, factor))
-    wanted = like.meta["val"].dtype
-    with fake_mode([like.meta["val"]]):
-        product = value.meta["val"] * factor.meta["val"]
-    scaled.meta = {**like.meta, "val": product}
-    if product.dtype != wanted:
-        scaled = like.graph.call_function(aten._to_copy.default, (scaled,), {"dtype": wanted})
-        scaled.meta = dict(like.meta)
+    scaled = emit(like, aten.mul.Tensor, value, factor)
+    scaled.meta = {**like.meta, **scaled.meta}
+    if scaled.meta["val"].dtype != like.meta["val"].dtype:
+        scaled = emit(like, aten._to_copy.default, scaled, dtype=like.meta["val"].dtype)
+        scaled.meta = {**like.meta, **scaled.meta}
     return scaled
 
 

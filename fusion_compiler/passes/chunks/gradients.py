@@ -56,22 +56,18 @@ def _may_be_logits(graph: fx.Graph, node: fx.Node) -> bool:
     """True if an argument is large and of matrix shape, wider than the hidden states by as much as chunked
     logits are, and has a gradient: a tensor as large, computed from it, is multiplied by a narrow one."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or node.name.startswith("tangents"):
         return False
     sizes: tuple[Any, ...] = tuple(value.shape)
-    if not all(isinstance(n, int) for n in sizes) or node.name.startswith("tangents"):
+    if not all(isinstance(n, int) for n in sizes):
         return False
-    rows, width = math.prod(value.shape[:-1]), value.shape[-1]
-    limits = chunk.LIMITS
-    if value.numel() * value.dtype.itemsize < limits.bytes or rows < 2 * limits.rows:
-        return False
-    hidden = _narrowest(graph, node)
-    return hidden is not None and width >= limits.width * hidden
+    size = math.prod(sizes[:-1]), sizes[-1], value.dtype
+    return chunk.LIMITS.are_met(*size) and chunk.LIMITS.are_met(*size, _narrowest(graph, node))
 
 
-def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
+def _narrowest(graph: fx.Graph, logits: fx.Node) -> float:
     """Return the least width of the matrices that are multiplied by a tensor as large as the logits and
-    computed from them, or None if there are none."""
+    computed from them, infinity if there are none."""
     least = math.prod(shape(logits)) // 2
     after = dependents(graph, [logits])
     widths: list[int] = []
@@ -80,7 +76,7 @@ def _narrowest(graph: fx.Graph, logits: fx.Node) -> int | None:
             wide = [n for n in factors(node) if n in after and math.prod(shape(n)) > least]
             others = [n for n in factors(node) if n not in wide]
             widths += [math.prod(shape(n)) // shape(factors(node)[0])[1] for n in others if wide]
-    return min(widths, default=None)
+    return min(widths, default=math.inf)
 
 
 def _chunk(graph: fx.Graph, logits: fx.Node) -> Decisions:

@@ -55,22 +55,16 @@ def _label(chosen: fx.Node, dim: int) -> fx.Node | None:
     compared, value = chosen.args[:2]
     if not isinstance(compared, fx.Node) or compared.target is not aten.eq.Tensor:
         return None
-    rank, size = len(shape(chosen)), shape(chosen)[dim]
-    sides: list[Any] = list(compared.args)
-    for i, side in enumerate(sides):
-        other = sides[1 - i]
-        if _counts(side, dim - rank, size) and _is_same(other, dim - rank) and _is_same(value, dim - rank):
-            return other
+    size, dim = shape(chosen)[dim], dim - len(shape(chosen))
+    sides: Any = compared.args
+    for numbers, label in (sides, sides[::-1]):
+        is_along = _size(numbers, dim) == size == math.prod(shape(numbers))
+        if is_along and counted(numbers) == (0, 1) and _size(label, dim) == _size(value, dim) == 1:
+            return label
     return None
 
 
-def _counts(node: Any, dim: int, size: int) -> bool:
-    """True if a tensor is 0, 1, ..., size - 1 along its only dimension, `dim`, counted from the last."""
-    sizes = shape(node)
-    is_only = len(sizes) >= -dim and sizes[dim] == size == math.prod(sizes)
-    return is_only and counted(node) == (0, 1)
-
-
-def _is_same(node: Any, dim: int) -> bool:
+def _size(node: Any, dim: int) -> int:
+    """Return the size of a tensor along a dimension, counted from the last; 1 if it lacks the dimension."""
     sizes = shape(node) if isinstance(node, fx.Node) else ()
-    return len(sizes) < -dim or sizes[dim] == 1
+    return sizes[dim] if len(sizes) >= -dim else 1

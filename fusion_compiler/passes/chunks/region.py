@@ -76,6 +76,11 @@ def tangents(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
 
 
+def backward_of(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on the gradients from which the backward half of a joint graph starts."""
+    return dependents(graph, tangents(graph))
+
+
 class Survey:
     """A graph as seen from some logits: where their rows are in all that is computed from them.
 
@@ -90,7 +95,7 @@ class Survey:
         self.least = min(math.prod(shape(node)) for node in logits) // 2
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.tangents = tangents(graph)
-        self.backward = dependents(graph, self.tangents)
+        self.backward = backward_of(graph)
         self.after = dependents(graph, logits)
         self.rows_of: dict[fx.Node, Rows] = {}
         self.ends: dict[fx.Node, Place] = {}
