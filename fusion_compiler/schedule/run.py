@@ -15,7 +15,7 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
-from fusion_compiler.schedule.placement import Leaf, Place, Placement, Stage
+from fusion_compiler.schedule.placement import Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP, padded
 from fusion_compiler.schedule.shared_reductions import SharedReductions, sharing_of
 from fusion_compiler.schedule.tile_products import products_of
@@ -44,17 +44,15 @@ class Run:
         self.parts = self.programs = 1
         self.counts: dict[tuple[Place, str], int] = {}
         for leaf in self.leaves:
-            place, size = leaf.place, self.size(leaf)
-            if place is Place.GRID or place is Place.SHARED:
+            place = leaf.place
+            size = leaf.extent if type(leaf.extent) is int else hint(leaf.extent, hints)
+            if place is Place.LANES:
+                size = padded(size)
+            elif place is Place.GRID or place is Place.SHARED:
                 self.programs *= size
                 self.parts *= size if place is Place.SHARED else 1
             key = place, a.loops.axes[min(leaf.members)].group
             self.counts[key] = self.counts.get(key, 1) * size
-
-    def size(self, leaf: Leaf) -> int:
-        """Return how many programs, turns, copies, or elements of a tile a leaf has."""
-        size = leaf.extent if type(leaf.extent) is int else hint(leaf.extent, self.hints)
-        return padded(size) if leaf.place is Place.LANES else size
 
     @cached_property
     def in_rows(self) -> bool:

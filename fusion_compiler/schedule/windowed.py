@@ -209,7 +209,8 @@ def _outer(loops: LoopNest, axis: int) -> Place:
 def issue_us(run: Run, w: Windows, device: DeviceSpec) -> float:
     """Return the microseconds in which the instructions of a nest with windows are issued in a run."""
     size = {n: hint(axis.size, run.hints) for n, axis in enumerate(run.a.loops.axes)}
-    points = prod(run.size(leaf) for leaf in run.leaves if leaf.axis not in w.taps)
+    kept = [leaf for leaf in run.leaves if leaf.axis not in w.taps]
+    points = prod(x.lanes if x.place is Place.LANES else hint(x.extent, run.hints) for x in kept)
     unrolled = 1 if w.slide is None else run.copies((w.slide[0],))
     return _issue_us(w, size, points, unrolled, run.elements() / run.threads, device)
 

@@ -57,18 +57,12 @@ class Windows:
 
 
 def windows_of(loops: LoopNest) -> Windows | None:
-    """Return the windows of a nest.
-
-    Return None if it has none of known size, if a reduction reduces other axes than they do, if a result
-    varies along these, or if neighbours in memory lie along taps, of which no tile has several.
-    """
-    inner = axes_in(loops.axes, (INNER,))
-    stored = {k for store in loops.stores for k, _ in store.index.terms}
-    reductions = (node for node in loops.nodes if isinstance(node, Reduce))
-    if not inner or inner & stored or any(node.axes != inner for node in reductions):
+    """Return the windows of a nest; None if it has none of known size, if it does not reduce inner axes
+    alone, or if neighbours in memory lie along taps, of which no tile has several."""
+    if not _reduces_inner_alone(loops):
         return None
     sizes = [hint(axis.size) for axis in loops.axes]
-    reduced = inner if any(isinstance(node, Reduce) for node in loops.nodes) else frozenset[int]()
+    reduced = frozenset[int]().union(*(n.axes for n in loops.nodes if isinstance(n, Reduce)))
     both: dict[int, tuple[int, int]] = {}  # an axis that is reduced -> one that is kept, and the stride
     votes: Counter[int] = Counter()
     moves: list[dict[int, int]] = []  # steps of the axes in each access
@@ -111,6 +105,14 @@ def windows_of(loops: LoopNest) -> Windows | None:
     return Windows(
         vector, sliding, rows, tuple(pairs), rest, parted, are_reduced, stride, phases, has_filter
     )
+
+
+def _reduces_inner_alone(loops: LoopNest) -> bool:
+    """True if a nest has inner axes, all reductions reduce these, and no result varies along them."""
+    inner = axes_in(loops.axes, (INNER,))
+    stored = {k for store in loops.stores for k, _ in store.index.terms}
+    reductions = (node for node in loops.nodes if isinstance(node, Reduce))
+    return bool(inner) and not inner & stored and all(node.axes == inner for node in reductions)
 
 
 def _neighbours(

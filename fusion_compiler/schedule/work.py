@@ -66,8 +66,9 @@ class Work:
     Groups are bits: 1 for rows, 2 for columns. `count[groups]` is the number of tile elements of a value that
     varies over these groups. `shape` is (what all reductions keep in a nest with inner axes, rows,
     columns).
-    `values` has, per node, the axes over which it varies (bits), what it needs (bits of the tile loads from
-    which it is computed since the last reduction) and its phase (length of the chain of reductions so far).
+    `axes` has, per node, the axes over which it varies (bits). `values` has what it needs (bits of the tile
+    loads from which it is computed since the last reduction) and its phase (length of the chain of reductions
+    so far).
     """
 
     def __init__(self, a: Analysis, buffers: Mapping[str, BufferInfo], hints: Mapping[sympy.Symbol, int]):
@@ -92,7 +93,9 @@ class Work:
         self.count = (batch, batch * rows, batch * cols, batch * rows * cols)
         self._elements: dict[int, int] = {}  # by axes
         self._points: dict[int, int] = {}
-        self.values: list[tuple[int, int, int]] = []
+        bits = {axes: sum(1 << k for k in axes) for axes in {*a.node_axes}}
+        self.axes = [bits[axes] for axes in a.node_axes]
+        self.values: list[tuple[int, int]] = []
         self.fp32 = self.fp64 = self.special = self.integer = self.random = self.moves = 0
         self.reduced = 0  # groups that some node reduces
         self.sums_of_columns = 0  # reductions over rows with one result per column
@@ -124,7 +127,6 @@ class Work:
                 self.values.append(self._reduce(node))
             else:
                 self.values.append(self._other(node))
-        self.axes = [axes for axes, _, _ in self.values]
 
     def _count_stores(self) -> None:
         stores = self.loops.stores
@@ -134,7 +136,7 @@ class Work:
             self.moves += self.elements(axes)
             run = 2 if number in pairs or number in pairs.values() else 1
             self._touch(True, store.buffer, store.index, axes, store.within, run)
-            _, needs, phase = self.values[store.value]
+            needs, phase = self.values[store.value]
             if phase:
                 self.late |= needs
 
@@ -148,29 +150,27 @@ class Work:
         """Return the operations of all classes but random numbers."""
         return self.fp32 + self.fp64 + self.special + self.integer
 
-    def _compute(self, node: Compute) -> tuple[int, int, int]:
-        axes = needs = phase = 0
-        values, spec = self.values, node.spec
+    def _compute(self, node: Compute) -> tuple[int, int]:
+        needs, phase, spec = 0, 0, node.spec
         for _, operand in node.operands:
             if type(operand) is Value:
-                its_axes, its_needs, its_phase = values[operand.node]
-                axes |= its_axes
+                its_needs, its_phase = self.values[operand.node]
                 needs |= its_needs
                 if its_phase > phase:
                     phase = its_phase
         if spec.operator is AND:
             self._divide(operands_of(node))
         flops, special = spec.flops, spec.special
-        count, dtype = self.elements(axes), node.dtype
+        count, dtype = self.elements(self.axes[len(self.values)]), node.dtype
         if dtype is torch.float64:
             self.fp64 += (flops + FP64_SPECIAL * special) * count
-            return axes, needs, phase
+            return needs, phase
         if dtype is torch.float32 or dtype is torch.bool:
             self.fp32 += flops * count
         elif dtype not in BYTES or not spec.selects_bits:
             self.integer += flops * count
         self.special += special * count
-        return axes, needs, phase
+        return needs, phase
 
     def _divide(self, conditions: Iterable[int]) -> None:
         """Note the fraction of the space where all of some conditions are true, as the next node is."""
@@ -179,8 +179,8 @@ class Work:
                 number = len(self.values)
                 self.inside[number] = self.inside.get(number, 1.0) * self.inside[n]
 
-    def _other(self, node: Node) -> tuple[int, int, int]:
-        axes = needs = phase = 0
+    def _other(self, node: Node) -> tuple[int, int]:
+        needs = phase = 0
         if type(node) is Load:
             axes, phase = self._index(node.index)
             self.moves += self.elements(axes)
@@ -196,19 +196,19 @@ class Work:
             if node.dtype is torch.float64:
                 self.row_bytes = 8
         elif type(node) is Scan:
-            axes, needs, phase = self._scan(node)
+            return self._scan(node)
         elif type(node) is Random:
             axes, phase = self._index(node.index)
             self.random += self.elements(axes)
         elif type(node) is Checked:
-            axes, needs, phase = self._together(operands_of(node))
-            self.integer += self.elements(self.values[node.position][0])
+            self.integer += self.elements(self.axes[node.position])
+            return self._together(operands_of(node))
         elif type(node) is Coordinate or type(node) is InRange:
             axes, phase = self._index(node.index)
             self.integer += self.elements(axes)
             if type(node) is InRange:
                 self.inside[len(self.values)] = self._fraction_in_range(node)
-        return axes, needs, phase
+        return needs, phase
 
     def elements(self, axes: int) -> int:
         """Return the elements of the tiles of a value that varies over some axes (bits)."""
@@ -227,29 +227,20 @@ class Work:
             count = self._points[axes] = prod(s for k, s in enumerate(self.sizes) if axes >> k & 1)
         return count
 
-    def _reduce(self, node: Reduce) -> tuple[int, int, int]:
-        operand, number = node.operand, len(self.values)
-        groups = self.a.reduced_groups(number)
+    def _reduce(self, node: Reduce) -> tuple[int, int]:
+        groups = self.a.reduced_groups(len(self.values))
         if RAGGED in groups:
-            axes, needs, phase = self._together(operands_of(node))
-            return axes & ~self.ragged, needs, phase
+            return self._together(operands_of(node))
         reduced = (ROWS in groups) | 2 * (COLS in groups)
         self.reduced |= reduced
-        axes, needs, phase = self.values[operand]
+        axes, (needs, phase) = self.axes[node.operand], self.values[node.operand]
         self.sums_of_columns += reduced == 1 and axes & self.columns != 0
         self.fp32 += self.elements(axes)
-        if INNER in groups:
-            axes &= ~sum(1 << axis for axis in node.axes)
+        if INNER in groups or reduced & 2:
             self.early |= needs
-            phase += not self._is_nested(node)
+            phase += INNER not in groups or not self._is_nested(node)
             self.phases = max(self.phases, phase)
-            return axes, 0, phase
-        axes &= ~sum(1 << axis for axis in node.axes)
-        if reduced & 2:
-            phase += 1
-            self.early |= needs
-            self.phases = max(self.phases, phase)
-        return axes, 0, phase
+        return 0, phase
 
     def _is_nested(self, node: Reduce) -> bool:
         """True if a sum adds up sums, perhaps times a factor, and so waits for no memory (see
@@ -259,10 +250,9 @@ class Work:
         sums = [n for n in map(self.loops.nodes.__getitem__, operands) if isinstance(n, Reduce)] or [inner]
         return node.combine == "sum" and any(isinstance(n, Reduce) and n.combine == "sum" for n in sums)
 
-    def _scan(self, node: Scan) -> tuple[int, int, int]:
+    def _scan(self, node: Scan) -> tuple[int, int]:
         """Count a scan: it adds a phase, as a reduction does, and varies over the columns."""
-        axes, needs, phase = self.values[node.operand]
-        axes |= self.columns
+        axes, (needs, phase) = self.axes[node.operand] | self.columns, self.values[node.operand]
         count = SCAN_OPERATIONS * self.elements(axes)
         if node.dtype is torch.float64:
             self.fp64 += count
@@ -273,25 +263,23 @@ class Work:
         if node.combine == "logsumexp":
             self.special += SCAN_SPECIAL * self.elements(axes)
         self.phases = max(self.phases, phase + 1)
-        return axes, needs, phase
+        return needs, phase
 
-    def _together(self, operands: Iterable[int]) -> tuple[int, int, int]:
-        """Return (axis bits, needs, phase) of a value computed from some nodes."""
-        axes = needs = phase = 0
+    def _together(self, operands: Iterable[int]) -> tuple[int, int]:
+        """Return (needs, phase) of a value computed from some nodes."""
+        needs = phase = 0
         for n in operands:
-            its_axes, its_needs, its_phase = self.values[n]
-            axes, needs, phase = axes | its_axes, needs | its_needs, max(phase, its_phase)
-        return axes, needs, phase
+            its_needs, its_phase = self.values[n]
+            needs, phase = needs | its_needs, max(phase, its_phase)
+        return needs, phase
 
     def _index(self, index: Index) -> tuple[int, int]:
         """Return (axis bits, phase) of an index."""
         axes = phase = 0
         for key, _ in index.terms:
-            if key >= 0:
-                axes |= 1 << key
-            else:
-                its_axes, _, its_phase = self.values[~key]
-                axes, phase = axes | its_axes, max(phase, its_phase)
+            axes |= 1 << key if key >= 0 else self.axes[~key]
+            if key < 0:
+                phase = max(phase, self.values[~key][1])
         return axes, phase
 
     def _fraction_in_range(self, node: InRange) -> float:
@@ -324,7 +312,7 @@ class Work:
         elements, run, row_contiguous, varies_over_cols = float(self.points(axes)), 1, False, False
         for key, coefficient in index.terms:
             if key < 0:  # an index that all programs share is an ordinary offset
-                if self.values[~key][0] and self.a.windows is None:  # neighbouring windows share elements
+                if self.axes[~key] and self.a.windows is None:  # neighbouring windows share elements
                     self.gathered.add(buffer)
                 continue
             varies_over_cols = varies_over_cols or self.group_of[key] == 2
