@@ -57,7 +57,6 @@ from fusion_compiler.capture.tangents import (
     leave_undefined,
     separable,
 )
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.capture.transforms import check_functions
 from fusion_compiler.errors import EagerGraphError
 from fusion_compiler.ir import record
@@ -66,6 +65,7 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.record import NotWritable
+from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 from fusion_compiler.ops.own.sum_rows import COMBINES
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages

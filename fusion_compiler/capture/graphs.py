@@ -100,12 +100,6 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return nodes
 
 
-def hinted(size: int | torch.SymInt) -> int:
-    """Return the size in the captured call, which decides what is fast, not what is right; 0 if it is
-    unknown."""
-    return int(size if isinstance(size, int) else size.node.hint or 0)
-
-
 def wants_gradient(node: fx.Node) -> bool:
     """True if a node is an input of the graph with a gradient, as Dynamo saw it when it captured the
     graph."""

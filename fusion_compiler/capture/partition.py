@@ -29,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.capture.graphs import hinted
 from fusion_compiler.capture.in_place import place
 from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs, seconds, within
 from fusion_compiler.ir.calls import is_backward, mark_gradients
@@ -38,6 +37,7 @@ from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.reproducible import mark_reproducible
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.random import merge_seeds
 from fusion_compiler.ops.own.recurrent import FORWARDS
 from fusion_compiler.ops.table import is_always_held
@@ -210,8 +210,8 @@ def _reads_on_the_way(node: fx.Node) -> bool:
 def keep_records(graph: fx.Graph) -> None:
     """Mark the operands and results of recurrent layers as saved, in place.
 
-    The record of a layer (`ir.recurrent`) refers to their memory, which must not be overwritten before the
-    backward pass. A layer that a checkpointed region runs again makes a new record.
+    The record of a layer (`ops.own.recurrent`) refers to their memory, which must not be overwritten before
+    the backward pass. A layer that a checkpointed region runs again makes a new record.
     """
     for node in graph.nodes:
         if node.target in FORWARDS and "recompute" not in node.meta:

@@ -21,7 +21,6 @@ from torch import fx
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
 from fusion_compiler.capture.capture import make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.module import Plans
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
@@ -54,6 +53,7 @@ from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.dependent import launched_dependently
 from fusion_compiler.passes.fuse.step_time import step_time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch._ops import OpOverload
@@ -13,6 +13,7 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.views import indexed
 
 
 def base_of(dag: OpDag, name: str) -> str | None:
@@ -91,12 +92,3 @@ def meta_of(dag: OpDag, argument: object) -> TensorMeta:
     """Return the TensorMeta of an argument that is a tensor."""
     assert isinstance(argument, Ref)
     return dag.op(argument.name).outputs[0]
-
-
-def indexed(dims: Sequence[int], shapes: Sequence[tuple[Dim, ...]]) -> tuple[int, tuple[Dim, ...]]:
-    """Return where the dimensions of tensors stand that index some dimensions, and their sizes together: in
-    the place of those that they index if these are side by side, or else first."""
-    rank = max(map(len, shapes))
-    filled = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
-    common = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*filled, strict=True))
-    return (dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0), common

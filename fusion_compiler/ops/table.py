@@ -48,6 +48,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 Row = Callable[..., Expression]
 ONE, MINUS_ONE = Literal(1), Literal(-1)
+FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
 
 
 class Kind(StrEnum):
@@ -85,7 +86,7 @@ class OpSpec:
     fp16: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
-        the operand rounds to decides (see reproducible.py).
+        the operand rounds to decides (see `ir/reproducible.py`).
     bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
         this result to bfloat16. What follows may cancel all but the error: of a result that eager
         keeps in float32 (GELU's tanh) that would be seen.

@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._sympy.printers import PythonPrinter
 
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten

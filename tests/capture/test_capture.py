@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import fusion_compiler as fc
 from fusion_compiler.capture import pre_autograd
 from fusion_compiler.capture.capture import Backend, make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.rewrites import vocabulary
 from fusion_compiler.pipeline import passes_at
 from tests import models

@@ -17,9 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusion_compiler.capture.capture import make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.graph_pass import Level
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.views import is_view
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous

@@ -1,6 +1,7 @@
 """Define attention of few queries, which takes as long as its keys and values are read.
 
-This is one operator, so that a graph says so until `capture.few_queries` writes it out in chunks of keys.
+This is one operator, so that a graph says so until `ops.decompositions.few_queries` writes it out in
+chunks of keys.
 """
 
 from __future__ import annotations

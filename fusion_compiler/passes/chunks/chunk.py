@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import fake_mode, hinted
+from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.linear import linear
 from fusion_compiler.passes.chunks.region import (

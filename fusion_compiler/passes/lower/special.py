@@ -30,9 +30,8 @@ from fusion_compiler.ir.loops import (
     axes_of,
     exact,
 )
-from fusion_compiler.ir.writes import indexed
 from fusion_compiler.ops.own import sum_rows
-from fusion_compiler.ops.views import wrap
+from fusion_compiler.ops.views import indexed, wrap
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step

@@ -1,6 +1,6 @@
 """Grouped products of few rows are work for clusters.
 
-    _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ir.experts`)   with g[r] = #{e: offs[e] <= r}
+    _grouped_mm(x, w, offs)   ->   expert_mm(x, w, g)   (`ops.own.experts`)   with g[r] = #{e: offs[e] <= r}
 
 Such a product takes as long as the matrices of its rows are read. A library's kernel is made for many rows of
 each expert; a cluster reads each row's matrix once, with what comes before and after the product.

@@ -4,10 +4,10 @@
 
 cuDNN's kernels for tensor units and for depthwise convolutions want channels last: given channels first, it
 copies the operands and the result of each convolution, or PyTorch takes slower kernels of its own. The order
-is decided for a net as a whole, by the times in `ir/convolution_times.py`. Element-wise operators, norms and
+is decided for a net as a whole, by the times in `ops/convolution_times.py`. Element-wise operators, norms and
 pooling hand the order of their operands on, so that only a net's first image, its weights and its results are
 copied. A pass of a convolution that is slower with channels last runs with channels first, between copies
-(`capture/image_decompositions.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
+(`ops/decompositions/images.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
 Sequences, for which PyTorch has no such order, become images of one row.
 """
 
@@ -31,7 +31,9 @@ from fusion_compiler.capture.graphs import (
     trace_again,
     wants_gradient,
 )
-from fusion_compiler.ir.convolution_times import (
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.convolution_times import (
     COPY,
     PASSES,
     Convolution,
@@ -40,8 +42,6 @@ from fusion_compiler.ir.convolution_times import (
     padding_refusal,
     shortest,
 )
-from fusion_compiler.ir.decision import Decision, Decisions, Outcome
-from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.own.channel_order import dimensions_in_memory, to_memory_format
 from fusion_compiler.ops.own.group_norm import group_norm
 from fusion_compiler.passes.rewrites.padded_groups import RULE as PADDED_GROUPS

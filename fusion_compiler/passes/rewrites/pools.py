@@ -9,9 +9,9 @@ ATen also computes the first as a mean, and then gives a channels-last result it
     max_pool2d(x, ...)         ->   max_pool(x, ...)[0]
     max_pool2d(relu(x), ...)   ->   relu(max_pool(x, ...)[0])
 
-ATen's kernels read an image and write one, forward and backward; these operators (`ir.max_pool`) join the
-norms and activations around them. ReLU keeps the order of elements: it is computed for each window instead of
-each element, and its gradient needs nothing of the image. Windows of many elements stay ATen's.
+ATen's kernels read an image and write one, forward and backward; these operators (`ops.own.max_pool`) join
+the norms and activations around them. ReLU keeps the order of elements: it is computed for each window
+instead of each element, and its gradient needs nothing of the image. Windows of many elements stay ATen's.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.ir.convolution_times import convolution_of, faster_is_last
+from fusion_compiler.ops.convolution_times import convolution_of, faster_is_last
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.own.channel_order import copy_in_order, order_of_result, to_memory_format
 

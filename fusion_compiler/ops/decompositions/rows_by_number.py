@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.capture.graphs import hinted
-from fusion_compiler.ir.writes import indexed
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.sum_rows import largest_rows, smallest_rows, sum_rows
+from fusion_compiler.ops.views import indexed
 
 aten = torch.ops.aten
 
