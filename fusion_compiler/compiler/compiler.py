@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
-from fusion_compiler.capture.capture import make_backend
+from fusion_compiler.capture.capture import Capture
 from fusion_compiler.capture.module import Plans
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
@@ -134,7 +134,7 @@ class Compiler:
         graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
         backend = self.progress.during(
-            make_backend(
+            Capture(
                 graph,
                 rewrites=rewrites,
                 decompositions=decomposition_table,
@@ -147,7 +147,7 @@ class Compiler:
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,
                 after=self.debug.stage,
-            )
+            ).backend
         )
         return rarely(backend)
 
