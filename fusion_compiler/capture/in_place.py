@@ -34,11 +34,10 @@ from torch._ops import OpOverload
 from fusion_compiler.capture.graphs import aliases, arguments, copied, emit, erase_unused, fake_mode
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
-from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.schema import draws, written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
 
 aten = torch.ops.aten

@@ -37,10 +37,12 @@ from fusion_compiler.ir.effects import has_effect, is_random
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.reproducible import mark_reproducible
+from fusion_compiler.ops.decompositions import rows_by_number
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.random import merge_seeds
 from fusion_compiler.ops.own.recurrent import FORWARDS
-from fusion_compiler.ops.table import is_always_held
+from fusion_compiler.ops.schema import WRITE_BACK, is_cast
+from fusion_compiler.ops.table import LOOKUPS, RECOMPUTED, is_always_held
 
 _aten = torch.ops.aten
 # The cut nearest to the sink is the same for every maximum flow. For 32 layers the default algorithm takes
@@ -141,7 +143,7 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
 
 def _written(graph: fx.Graph) -> list[fx.Node]:
     """Return the arguments that a forward graph writes into, or into which AOTAutograd writes its results."""
-    writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    writes = graph.find_nodes(op="call_function", target=WRITE_BACK)
     written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
     descriptors: Sequence[object] = graph.output_node().meta.get("desc", ())
     later = [d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)]
@@ -174,7 +176,7 @@ _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 
 def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
     """True if a node is a conversion that stems from one of some operators."""
-    return node.target is _aten._to_copy.default and _is_of(node, operators)
+    return is_cast(node.target) and _is_of(node, operators)
 
 
 def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
@@ -188,16 +190,11 @@ def look_up_again(graph: fx.Graph) -> None:
     Changes the graph in place. A saved result costs memory, and a store in forward that no cluster needs.
     """
     for node in graph.nodes:
-        if node.target not in _LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
+        if node.target not in LOOKUPS or is_backward(node) or not any(map(is_backward, node.users)):
             continue
         sizes = (hinted(node.args[0].meta["val"].numel()), hinted(node.meta["val"].numel()))
         if sizes[0] < sizes[1] and all(map(_reads_on_the_way, node.users)):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-_LOOKUPS = frozenset({
-    _aten.index.Tensor, _aten.index_select.default, _aten.gather.default, _aten.embedding.default
-})  # fmt: skip
 
 
 def _reads_on_the_way(node: fx.Node) -> bool:
@@ -235,29 +232,18 @@ def merge_equal(graph: fx.Graph) -> None:
         elif _repeatable(node) and _storage(node) not in returned:
             first = first_calls.setdefault(_equality_key(node), node)
             if first is not node:
-                if node.target is _aten.gather.default is not first.target:  # `gather` refuses more
-                    first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
+                rows_by_number.check_as(first, node)
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
 def _equality_key(node: fx.Node) -> Any:
-    """Return the key by which `merge_equal` recognises equal calls.
-
-    `rows_by_number` looks up numbers in an `arange` before it sorts them, to check that they are in range: by
-    `gather` for a scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, whose
-    negative numbers wrap around. Numbers that `gather` has checked do not wrap around. So both calls have the
-    same key, through whatever views they read the numbers.
-    """
-    count = node.args[0] if node.args else None
-    if node.target in _CHECKS and isinstance(count, fx.Node) and count.target is _aten.arange.default:
-        numbers = node.args[2] if node.target is _aten.gather.default else node.args[1][0]  # type: ignore[index]
-        if len(node.args[1:]) < 3 and numbers.meta["val"].ndim == 1:  # type: ignore[union-attr]
-            return count, place(numbers)  # type: ignore[arg-type]
+    """Return the key by which `merge_equal` recognises equal calls. Checks of the same numbers are equal,
+    through whatever views they read these."""
+    if (check := rows_by_number.checked(node)) is not None:
+        count, numbers = check
+        return count, place(numbers)
     return node.target, exact(node.args), exact(node.kwargs)
-
-
-_CHECKS = (_aten.gather.default, _aten.index.Tensor)
 
 
 def _repeatable(node: fx.Node) -> bool:
@@ -276,16 +262,5 @@ def _storage(node: fx.Node) -> StorageWeakRef | None:
 
 
 def _extended(ops: partitioners.OpTypes) -> partitioners.OpTypes:
-    more = OrderedSet[Callable[..., Any]](
-        [
-            torch.ops.prims.iota,
-            _aten.full_like,
-            _aten.zeros_like,
-            _aten.ones_like,
-            _aten.scalar_tensor,
-            _aten.constant_pad_nd,
-            _aten.flip,
-            torch.ops.fusion_compiler.uniform,
-        ]
-    )
+    more = OrderedSet[Callable[..., Any]](RECOMPUTED)
     return replace(ops, fusible_ops=ops.fusible_ops | more, recomputable_ops=ops.recomputable_ops | more)

@@ -23,7 +23,7 @@ from fusion_compiler.ir.reproducible import reproducible_values
 from fusion_compiler.ops.eager_checks import refuses_node
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.recurrent import LAYERS
-from fusion_compiler.ops.schema import bound, written
+from fusion_compiler.ops.schema import HALVES, bound, written
 from fusion_compiler.ops.table import FEW_ROWS, Kind, spec_of
 
 aten = torch.ops.aten
@@ -308,7 +308,7 @@ def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
             source = node.all_input_nodes[0]
             while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
                 source = source.all_input_nodes[0]
-            if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
+            if _is_written(source) and source.meta["val"].dtype in HALVES:
                 rounded.add(source)
     return frozenset(rounded)
 

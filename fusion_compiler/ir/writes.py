@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
@@ -12,7 +11,7 @@ from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.schema import WRITE_BACK, written
 from fusion_compiler.ops.views import indexed
 
 
@@ -24,7 +23,7 @@ def base_of(dag: OpDag, name: str) -> str | None:
     """
     op = dag.op(name)
     writes = written(op.target) == (0,) and len(op.outputs) == 1
-    return op.first if writes and op.target is not torch.ops.aten.copy_.default else None
+    return op.first if writes and op.target is not WRITE_BACK else None
 
 
 def root(dag: OpDag, name: str) -> str:

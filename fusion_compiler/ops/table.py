@@ -563,15 +563,9 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise(None, aten._efficientzerotensor.default, flops=0),
 )
 
-_GATHERS = _elementwise(
-    None,
-    aten.embedding.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_select.default,
-    flops=0,
-)
+# Lookups by indices, which are checked.
+LOOKUPS = (aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default)
+_GATHERS = _elementwise(None, *LOOKUPS, aten._unsafe_index.Tensor, flops=0)
 
 # The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
 _SUMS_OF_ROWS = (
@@ -641,6 +635,23 @@ OPS: tuple[OpSpec, ...] = (
     *_WRITES,
     OpSpec(random.uniform, Kind.RANDOM, flops=16),
 )
+
+# What a cluster computes again at no cost, beside the operators of which PyTorch's partitioner knows it.
+RECOMPUTED = (
+    prims.iota,
+    aten.full_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.scalar_tensor,
+    aten.constant_pad_nd,
+    aten.flip,
+    random.uniform.overloadpacket,
+)
+# Libraries' calls that put the numbers of rows in order (`ops/decompositions/rows_by_number.py`). A sort that
+# is not asked to be stable needs a kernel.
+SORTS = (aten.sort.stable, aten.searchsorted.Tensor)
+# A division by a number is a product.
+DIVISIONS = (aten.div.Tensor, aten.div.Scalar)
 
 _BY_TARGET = {spec.target: spec for spec in OPS}
 

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusion_compiler.ops.schema import HALVES
+
 
 def on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
 def widened(x: Tensor) -> Tensor:
-    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.to(torch.float32) if x.dtype in HALVES else x
 
 
 def axes_of(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:

@@ -33,7 +33,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.ops.table import spec_of
+from fusion_compiler.ops.table import DIVISIONS, spec_of
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.products import sums_of_products
@@ -208,7 +208,7 @@ def _is_expensive(node: Node, from_data: Sequence[bool]) -> bool:
     if not isinstance(node, Compute) or not node.dtype.is_floating_point:
         return False
     spec, by = spec_of(node.target), dict(node.operands).get("other")
-    divides = node.target in (aten.div.Tensor, aten.div.Scalar)
+    divides = node.target in DIVISIONS
     cheap_divisor = not from_data[by.node] if isinstance(by, Value) else isinstance(by, int | float)
     return spec is not None and spec.special > 0 and not (divides and cheap_divisor)
 
