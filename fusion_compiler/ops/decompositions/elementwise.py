@@ -1,12 +1,15 @@
-"""Decompose element-wise operators, where an expression of the table would cancel or change the dtype."""
+"""Decompose element-wise operators that would cancel or change the dtype in one expression, and cuts."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
 
@@ -105,25 +108,10 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (widened(grad) * slope).to(grad.dtype)
 
 
-def _add_bool(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """Return the sum of bools, which is a logical or. All other sums have a row."""
-    return torch.logical_or(x, y) if _bools(x, y) and alpha else NotImplemented
-
-
-def _mul_bool(x: Any, y: Any) -> Any:
-    return torch.logical_and(x, y) if _bools(x, y) else NotImplemented
-
-
-def _maximum_bool(x: Any, y: Any) -> Any:
-    return torch.logical_or(x, y) if _bools(x, y) else NotImplemented
-
-
-def _minimum_bool(x: Any, y: Any) -> Any:
-    return torch.logical_and(x, y) if _bools(x, y) else NotImplemented
-
-
-def _bools(*operands: Any) -> bool:
-    return all(isinstance(operand, Tensor) and operand.dtype is torch.bool for operand in operands)
+def _of_bools(instead: Callable[..., Tensor], x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """Compute with bools by a logical operator. Operands of other dtypes have a row."""
+    bools = all(isinstance(operand, Tensor) and operand.dtype is torch.bool for operand in (x, y))
+    return instead(x, y) if bools and alpha else NotImplemented
 
 
 def _neg_unsigned(x: Tensor) -> Any:
@@ -153,6 +141,53 @@ def _shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
     return torch.where((x >= -lambd) & (x <= lambd), zero_like(grad), grad)
 
 
+# Layout
+
+
+def _pad(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [before, after])
+
+
+def _cut(x: Tensor, pads: Sequence[int | torch.SymInt], value: float = 0) -> Tensor:
+    """Return a copy of a range of `x` for pads that are all negative, which is how a padding's gradient is
+    written: clusters read a view where it lies."""
+    if not all(isinstance(pad, int) and pad <= 0 for pad in pads):
+        return NotImplemented
+    for i in range(len(pads) // 2):
+        dim = x.ndim - 1 - i
+        x = x.narrow(dim, -pads[2 * i], x.shape[dim] + pads[2 * i] + pads[2 * i + 1])
+    return x.clone()
+
+
+def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
+    dim %= len(sizes)
+    size, length = sizes[dim], grad.shape[dim]
+    if step != 1:
+        return torch.slice_scatter(grad.new_zeros(sizes), grad, dim, start, end, step)
+    start = min(max(start + size if start < 0 else start, 0), size)
+    return _pad(grad, dim, start, size - start - length)
+
+
+def _select_backward(grad: Tensor, sizes: Sequence[int], dim: int, index: int) -> Tensor:
+    dim %= len(sizes)
+    index = index + sizes[dim] if index < 0 else index
+    return _pad(grad.unsqueeze(dim), dim, index, sizes[dim] - index - 1)
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = [0, *itertools.accumulate(sizes)]
+    return [x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    sizes = [1] * (len(repeats) - x.ndim) + list(x.shape)
+    spread = x.view([extent for size in sizes for extent in (1, size)])
+    spread = spread.expand([extent for pair in zip(repeats, sizes, strict=True) for extent in pair])
+    return spread.clone(memory_format=torch.contiguous_format).view(
+        [times * size for times, size in zip(repeats, sizes, strict=True)]
+    )
+
+
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
@@ -166,10 +201,10 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.mish_backward.default: _mish_backward,
     aten.hardshrink_backward.default: _shrink_backward,
     aten.softshrink_backward.default: _shrink_backward,
-    aten.add.Tensor: _add_bool,
-    aten.mul.Tensor: _mul_bool,
-    aten.maximum.default: _maximum_bool,
-    aten.minimum.default: _minimum_bool,
+    aten.add.Tensor: functools.partial(_of_bools, torch.logical_or),
+    aten.mul.Tensor: functools.partial(_of_bools, torch.logical_and),
+    aten.maximum.default: functools.partial(_of_bools, torch.logical_or),
+    aten.minimum.default: functools.partial(_of_bools, torch.logical_and),
     aten.neg.default: _neg_unsigned,
     aten.bitwise_not.default: _not_unsigned,
     aten.floor.default: _whole_number,
@@ -179,4 +214,9 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.round.decimals: _whole_number,
     aten.relu.default: _relu_whole,
     aten.pow.Tensor_Scalar: _pow_zero,
+    aten.constant_pad_nd.default: _cut,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.repeat.default: _repeat,
 }

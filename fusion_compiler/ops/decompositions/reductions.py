@@ -113,14 +113,12 @@ def _vector_norm(
     return norm.to(x.dtype)
 
 
-def _max_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def _with_place(
+    value: Callable[..., Tensor], place: Callable[..., Tensor], x: Tensor, dim: int, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute max or min along a dimension, and where it stands."""
     ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
-    return torch.amax(x, dim, keepdim), torch.argmax(ordered, dim, keepdim)
-
-
-def _min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
-    return torch.amin(x, dim, keepdim), torch.argmin(ordered, dim, keepdim)
+    return value(x, dim, keepdim), place(ordered, dim, keepdim)
 
 
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -169,7 +167,7 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.min.default: lambda x: torch.amin(x),
     aten.cummax.default: functools.partial(_running, running.largest, running.where_largest),
     aten.cummin.default: functools.partial(_running, running.smallest, running.where_smallest),
-    aten.max.dim: _max_dim,
-    aten.min.dim: _min_dim,
+    aten.max.dim: functools.partial(_with_place, torch.amax, torch.argmax),
+    aten.min.dim: functools.partial(_with_place, torch.amin, torch.argmin),
     aten.topk.default: _topk,
 }

@@ -20,16 +20,7 @@ from torch import Tensor
 from torch._decomp import _core_aten_decompositions_post_autograd, get_decompositions
 from torch._ops import OpOverload
 
-from fusion_compiler.ops.decompositions import (
-    eager,
-    elementwise,
-    images,
-    layout,
-    lookups,
-    losses,
-    norms,
-    reductions,
-)
+from fusion_compiler.ops.decompositions import eager, elementwise, images, lookups, norms, reductions
 from fusion_compiler.ops.decompositions.few_queries import in_chunks
 from fusion_compiler.ops.decompositions.random import RandomOperators, native_dropout_backward
 from fusion_compiler.ops.decompositions.traced_gradients import INTERPOLATIONS
@@ -106,9 +97,7 @@ _TABLES: tuple[Mapping[OpOverload, Callable[..., Any]], ...] = (
     reductions.TABLE,
     lookups.TABLE,
     norms.TABLE,
-    losses.TABLE,
     elementwise.TABLE,
-    layout.TABLE,
     {few_queries.attend: in_chunks, permuted_rows.permuted_rows: permuted_rows.lookup},
     {aten.native_dropout_backward.default: native_dropout_backward},
     images.TABLE,
