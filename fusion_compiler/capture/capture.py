@@ -50,10 +50,8 @@ from fusion_compiler.capture.pre_autograd import (
 )
 from fusion_compiler.capture.tangents import (
     Backward,
-    Boxed,
     Missing,
     any_gradients,
-    boxed,
     leave_undefined,
     separable,
 )
@@ -67,6 +65,7 @@ from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 from fusion_compiler.ops.own.sum_rows import COMBINES
+from fusion_compiler.runtime.boxed import Boxed, boxed
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.support.store import Store
@@ -470,8 +469,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _boxed_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a plain function as `_boxed` does, whose results refuse to be differentiated."""
-    is_boxed = isinstance(compiled, Backward) or getattr(compiled, "_boxed_call", False)
-    run = compiled if is_boxed else make_boxed_func(compiled)
+    run = _boxed(compiled)
 
     def call(args: list[Any]) -> Any:
         if is_kept():

@@ -207,8 +207,8 @@ def wrap(
     missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
         compiled module is called.
     """
-    whole = fullgraph or strict
-    compiling = _Compiling(backend, plans, dynamic, whole, strict, broke or plans.broke, give_up)
+    is_full = fullgraph or strict
+    compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)
     if isinstance(target, nn.Module):
         return _compiled_module(target, compiling.compiled, plans, recompile, missed)
     return CompiledFunction(target, compiling.compiled(target), plans, recompile)
@@ -218,13 +218,13 @@ def wrap(
 class _Compiling:
     """The object has what all functions of one compiled object are compiled with, as `wrap` says.
 
-    whole: True if an error is raised where TorchDynamo would break the graph.
+    fullgraph: True if an error is raised where TorchDynamo would break the graph.
     """
 
     backend: Backend
     plans: Plans
     dynamic: bool | None
-    whole: bool
+    fullgraph: bool
     strict: bool
     broke: Callable[[Sequence[GraphBreak]], None]
     give_up: Callable[[str, Exception], None]
@@ -235,7 +235,7 @@ class _Compiling:
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
         run = dynamo_compiled(
-            _own_frame(function), self.backend, dynamic=self.dynamic, fullgraph=self.whole
+            _own_frame(function), self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph
         )
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -274,7 +274,7 @@ class _Compiling:
                 raise of_error(error).error from None
             case BackendCompilerFailed() | Unsupported() | UserError() | FailOnRecompileLimitHit():
                 raise error
-            case _ if self.whole or not _is_uncaptured(error):
+            case _ if self.fullgraph or not _is_uncaptured(error):
                 raise _operator_error(error) from None
             case _:
                 return _operator_error(error)

@@ -75,6 +75,7 @@ from fusion_compiler.patterns import (
     text_of_patterns,
 )
 from fusion_compiler.pipeline import NAMES, passes_at
+from fusion_compiler.runtime.boxed import boxed
 from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handovers
@@ -131,9 +132,9 @@ class Compiler:
         rewrites = rewrites if user_rewrites is None else (user_rewrites, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         rarely = rare_collections()
-        graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
+        graph = rarely(self.progress(self.stages.of("read")(self.graph)))
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
-        backend = self.progress.during(
+        backend = self.progress(
             Capture(
                 graph,
                 rewrites=rewrites,
@@ -223,8 +224,7 @@ class Compiler:
             self.stages.enter("kernels")
             device = torch.device(target.kind)
             self.compiling = compile_all(dict.fromkeys(runners.values()), device, self.progress)
-        run = functools.partial(module.forward)
-        run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
+        run = boxed(functools.partial(module.forward))
         run = handover.around(run) if handover is not None else run
         tuning = self.kernels.tuning(plan, runners) if is_triton and not self.options.verify else None
         run, decisions = self.replays.wrap(

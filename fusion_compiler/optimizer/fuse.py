@@ -68,12 +68,17 @@ def fuse_optimizer(
     fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict, rounding=rounding)
     fused.install()
     if when != "step":
-        try:
-            fused.timing = TIMINGS[when](fused, model)
-        except OptimizerStepError:
-            fused.remove()
-            raise
+        _set_timing(fused, TIMINGS[when], model)
     return fused
+
+
+def _set_timing(fused: FusedOptimizer, timing: Callable[..., Timing], model: nn.Module) -> None:
+    """Let a timing decide when parameters are updated. If it refuses the model, undo the fusion."""
+    try:
+        fused.timing = timing(fused, model)
+    except OptimizerStepError:
+        fused.remove()
+        raise
 
 
 def fuse_anew(
