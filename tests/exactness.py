@@ -16,9 +16,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.utils._pytree import tree_map
 
 from benchmarks.kernels import ranking
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.codegen import emit
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.compiler.compiler import Compiler
@@ -27,6 +25,8 @@ from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.loops import COLS, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions.table import decomposition_table
+from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 from fusion_compiler.options import Options
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.schedule import looped, misaligned, space

@@ -25,9 +25,9 @@ from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Argument, Kernel, Program, Role
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
-from tests.capture.test_few_queries import attention, tensors, window
 from tests.codegen.test_experts import mixtral, mixture
 from tests.codegen.test_matvec import decode_step, llama_1b
+from tests.ops.test_few_queries import attention, tensors, window
 
 FOLDER = Path(__file__).parent / "golden"
 DEVICE = "h200"

@@ -19,7 +19,7 @@ SAID = {
     "code": ("The user's code.", "python"),
     "graph": (
         "`capture/`: functional ATen. A norm, a softmax or a GELU of PyTorch's own is decomposed into such "
-        "operators as well, by `capture/decompositions.py`.",
+        "operators as well, by `ops/decompositions/table.py`.",
         "python",
     ),
     "operators": (

@@ -1,4 +1,4 @@
-"""Time single convolutions with channels first and channels last: the facts behind `ir/convolution_times.py`.
+"""Time single convolutions with channels first and last: the facts behind `ops/convolution_times.py`.
 
     python -m benchmarks channel-order [--filter REGEX] [--within SECONDS] [--json FILE]
 
@@ -198,7 +198,7 @@ def measure(case: Convolution, device: torch.device) -> dict[str, Any]:
 
 
 def as_data(case: Convolution, row: Row) -> str:
-    """Return a measurement as a row of `MEASURED` in `ir/convolution_times.py`."""
+    """Return a measurement as a row of `MEASURED` in `ops/convolution_times.py`."""
     shape = [case.batch, case.inputs, case.outputs, case.side, case.kernel, case.stride, case.groups]
     sizes = " ".join(map(str, [*shape, case.dilation][: 7 + (case.dilation > 1)]))
     first, last = (" ".join(f"{row[order][name]:.0f}" for name in MASKS) for order in ("first", "last"))

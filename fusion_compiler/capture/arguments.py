@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusion_compiler.capture.fakes import fake_of
 from fusion_compiler.capture.graphs import copied
 from fusion_compiler.errors import ArgumentKindError
 
@@ -135,10 +136,7 @@ def _plain_example(value: Tensor, view: Resolve) -> Tensor:
     context = TracingContext.try_get()
     if view is _as_tensor or isinstance(value, FakeTensor) or context is None or context.fake_mode is None:
         return view(value)
-    symbolic: Any = context.tensor_to_context.get(value)
-    source = symbolic.tensor_source if symbolic is not None else None
-    mode = context.fake_mode
-    return view(mode.from_tensor(value, symbolic_context=symbolic, source=source, trace=symbolic is None))
+    return view(fake_of(value, context.fake_mode, context))
 
 
 def _view_in_graph(graph: fx.Graph, argument: fx.Node, last: fx.Node, view: Resolve) -> None:

@@ -22,10 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ops.schema import HALVES
 
 _aten = torch.ops.aten
 _SDPA: Any = _aten.scaled_dot_product_attention.default
-_HALF = (torch.float16, torch.bfloat16)
 _CUDNN = 91500  # cuDNN is preferred from the version after this one
 _NO_DROPOUT = range(91101, 91400)  # versions of cuDNN
 # PyTorch 2.12 and later keep cuDNN from probabilities of dropout that it would round to sixteenths.
@@ -152,7 +152,7 @@ def _rows_contiguous(call: Call) -> bool:
 
 def _cudnn(call: Call, spec: DeviceSpec) -> bool:
     version, (major, minor) = cudnn_version() or _CUDNN + 1, _capability(spec)
-    if not torch.backends.cuda.cudnn_sdp_enabled() or major < 8 or call.query.dtype not in _HALF:
+    if not torch.backends.cuda.cudnn_sdp_enabled() or major < 8 or call.query.dtype not in HALVES:
         return False
     if call.dropout and version in _NO_DROPOUT:
         return False
@@ -195,7 +195,7 @@ def _flash(call: Call, spec: DeviceSpec) -> bool:
     q, k, v = call.query, call.key, call.value
     capability, size = _capability(spec), q.shape[-1]
     amd = spec.target.startswith("gfx")
-    if not torch.backends.cuda.flash_sdp_enabled() or call.mask is not None or q.dtype not in _HALF:
+    if not torch.backends.cuda.flash_sdp_enabled() or call.mask is not None or q.dtype not in HALVES:
         return False
     if not (size == k.shape[-1] == v.shape[-1]) or size > (512 if amd else 256):
         return False
@@ -210,7 +210,7 @@ def _flash(call: Call, spec: DeviceSpec) -> bool:
 
 def _efficient(call: Call, spec: DeviceSpec) -> bool:
     q, k, v = call.query, call.key, call.value
-    half, sizes = q.dtype in _HALF, (q.shape[-1], v.shape[-1])
+    half, sizes = q.dtype in HALVES, (q.shape[-1], v.shape[-1])
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or not (half or q.dtype is torch.float32):
         return False
     step = 8 if half else 4

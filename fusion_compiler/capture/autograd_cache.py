@@ -40,9 +40,9 @@ from fusion_compiler.capture.graph_text import write
 from fusion_compiler.capture.graphs import place_of
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.record import NotWritable
+from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.support.store import GRAPH, digest, is_own, read_plain
 
-Boxed = Callable[[list[Any]], Any]
 Read = Callable[[Mapping[str, Any], str], Boxed]  # compiles the graph that a text, with this digest, is of
 
 _reading: ContextVar[Read | None] = ContextVar("reading", default=None)

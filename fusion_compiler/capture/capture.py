@@ -13,9 +13,9 @@ import functools
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 from unittest.mock import patch
 
@@ -50,14 +50,11 @@ from fusion_compiler.capture.pre_autograd import (
 )
 from fusion_compiler.capture.tangents import (
     Backward,
-    Boxed,
     Missing,
     any_gradients,
-    boxed,
     leave_undefined,
     separable,
 )
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.capture.transforms import check_functions
 from fusion_compiler.errors import EagerGraphError
 from fusion_compiler.ir import record
@@ -66,7 +63,9 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.graph_info import GraphInfo, Origin, Phase, argument_name, origins_of
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.record import NotWritable
+from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 from fusion_compiler.ops.own.sum_rows import COMBINES
+from fusion_compiler.runtime.boxed import Boxed, boxed
 from fusion_compiler.runtime.retained import is_kept, refuse_double_backward
 from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.support.store import Store
@@ -91,33 +90,20 @@ def raising(name: str, error: Exception) -> None:
     raise error
 
 
-def make_backend(
-    compile_graph: CompileGraph,
-    *,
-    rewrites: Sequence[Pass],
-    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]],
-    joint_rewrite: Callable[[fx.Graph], Decisions] = lambda graph: (),
-    give_up: Callable[[str, Exception], None] = raising,
-    split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition,
-    options: Any = None,
-    patterns: Callable[[], Any] = lambda: None,
-    store: Store | None = None,
-    stages: Stages | None = None,
-    meanwhile: Callable[[], bool] = lambda: False,
-    after: Callable[[str, str, fx.GraphModule], None] = lambda name, step, graph: None,
-) -> Backend:
-    """Return a backend for `torch.compile(model, backend=...)`.
+@dataclass(frozen=True, eq=False)
+class Capture:
+    """A capture makes the backend for `torch.compile(model, backend=capture.backend)`.
 
     compile_graph(gm, inputs, info): gm is functional ATen; inputs are FakeTensors, SymInts or
         ints, one per placeholder. It returns a callable that takes one argument per placeholder
         and returns the list of outputs; with the attribute `_boxed_call` set it takes one list
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
+    decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
     joint_rewrite: changes in place, under autograd, the joint graph of forward and backward, or the one graph
         of what has no backward.
-    decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
-    split: makes forward and backward of a joint graph.
     give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
+    split: makes forward and backward of a joint graph.
     options: what beside the graph decides what comes out, for keys on disk. Without it no graph is kept.
     patterns: returns the text of the user's patterns, which `rewrites` apply. It raises NotWritable if one
         has none: each process then traces the graph above autograd and rewrites it again.
@@ -126,59 +112,76 @@ def make_backend(
     meanwhile: whether what the last graph needs is still being compiled, so that it costs nothing to go on.
     after(name, step, graph): told of each graph that a rewrite changed, above autograd.
     """
-    stages = stages or Stages()
-    numbers = itertools.count()
-    kept = store or Store()
 
-    def backend(gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False) -> Callable[..., Any]:
-        name = f"graph{next(numbers)}"
+    compile_graph: CompileGraph
+    _: KW_ONLY
+    rewrites: Sequence[Pass]
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]]]
+    joint_rewrite: Callable[[fx.Graph], Decisions] = lambda graph: ()
+    give_up: Callable[[str, Exception], None] = raising
+    split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]] = partition
+    options: Any = None
+    patterns: Callable[[], Any] = lambda: None
+    store: Store = field(default_factory=Store)
+    stages: Stages = field(default_factory=Stages)
+    meanwhile: Callable[[], bool] = lambda: False
+    after: Callable[[str, str, fx.GraphModule], None] = lambda name, step, graph: None
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def backend(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
+    ) -> Callable[..., Any]:
+        """Compile a graph of TorchDynamo's, as `Backend` says."""
+        name = f"graph{next(self._numbers)}"
         gm, held = lift_attributes(gm)
-        compilers = _Compilers(compile_graph, name, give_up, split, joint_rewrite, options, meanwhile)
+        compilers = _Compilers(self, name)
         if not traced:
-            add_guards()
-            try:
-                check_functions(gm)
-            except EagerGraphError as error:  # not even the graph is right
-                give_up(name, error)
-                raise SkipFrame(str(error)) from error
+            self._check(gm, name)
         try:
             entry = enter(gm, (*held, *inputs))
-            with stages.of("autograd"), traced_gradients():
-                run = entry.around(compiled(compilers, name, entry.graph, entry.inputs, traced))
+            with self.stages.of("autograd"), traced_gradients():
+                run = entry.around(self._compiled(compilers, name, entry.graph, entry.inputs, traced))
         except TorchDynamoException:  # not an error: Dynamo may start again
             raise
         except Exception as error:
             if traced:
                 raise
-            give_up(name, error)
+            self.give_up(name, error)
             run = uncompiled(gm)
         else:
             run = without_inference_gradients(run, gm.graph)
             plain = lambda *args: uncompiled(gm)(*args)  # noqa: E731  copied only if it is needed
-            run = watched(run, plain, compilers.may_repeat, functools.partial(give_up, name))
+            run = watched(run, plain, compilers.may_repeat, functools.partial(self.give_up, name))
         return functools.partial(run, *held) if held else run
 
-    def compiled(
-        compilers: _Compilers, name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
+    def _check(self, gm: fx.GraphModule, name: str) -> None:
+        """Leave a graph to eager if it is not what the user's code computes."""
+        add_guards()
+        try:
+            check_functions(gm)
+        except EagerGraphError as error:
+            self.give_up(name, error)
+            raise SkipFrame(str(error)) from error
+
+    def _compiled(
+        self, compilers: _Compilers, name: str, gm: fx.GraphModule, inputs: Sequence[Any], traced: bool
     ) -> Callable[..., Any]:
         key = recorded = None
-        if not traced and options is not None:
+        if not traced and self.options is not None:
             with suppress(NotWritable):  # it is rewritten in each process
-                key = kept_rewrites.key_of(gm, inputs, options, patterns())
-                recorded = read_rewritten(kept, key)
+                key = kept_rewrites.key_of(gm, inputs, self.options, self.patterns())
+                recorded = read_rewritten(self.store, key)
         if recorded is not None and autograd_cache.has_entry(recorded[0]):
             autograd, notes = recorded
-            try:
-                return compilers.compile(gm, inputs, notes, decompositions(), autograd)
-            except _AbsentError:
-                pass
-        with stages.of("rewrites"):
-            told = functools.partial(after, name)
-            rewritten, notes = rewrite(gm, inputs, rewrites, traced=traced, after=told)
+            with suppress(_AbsentError):
+                return compilers.compile(gm, inputs, notes, autograd)
+        with self.stages.of("rewrites"):
+            after = functools.partial(self.after, name)
+            rewritten, notes = rewrite(gm, inputs, self.rewrites, traced=traced, after=after)
         try:
-            run = compilers.compile(rewritten, inputs, notes, decompositions())
+            run = compilers.compile(rewritten, inputs, notes)
             if key is not None and compilers.key is not None:
-                write_rewritten(kept, key, compilers.key, notes)
+                write_rewritten(self.store, key, compilers.key, notes)
             return run
         except TorchDynamoException:
             raise
@@ -187,9 +190,7 @@ def make_backend(
                 raise
             # What a rewrite yields can lay out its results differently, which a `view` in the
             # model may not accept: Dynamo's own graph is what the user wrote.
-            return compilers.compile(gm, inputs, _undone(notes, error), decompositions())
-
-    return backend
+            return compilers.compile(gm, inputs, _undone(notes, error))
 
 
 def _undone(notes: Decisions, error: Exception) -> Decisions:
@@ -214,21 +215,8 @@ class _Compilers:
     _bare: Callable[..., Any] | None  # the graph without AOTAutograd's wrapper, where that does nothing
     _inputs: Sequence[Any] | None  # where it may do nothing
 
-    def __init__(
-        self,
-        compile_graph: CompileGraph,
-        name: str,
-        give_up: Callable[[str, Exception], None],
-        split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
-        joint_rewrite: Callable[[fx.Graph], Decisions],
-        options: Any,
-        meanwhile: Callable[[], bool],
-    ) -> None:
-        self._compile_graph, self._split, self._options = compile_graph, split, options
-        self._meanwhile = meanwhile
-        self._give_up = give_up
-        self._name = name
-        self._joint_rewrite = joint_rewrite
+    def __init__(self, capture: Capture, name: str) -> None:
+        self._capture, self._name = capture, name
         self._joint_notes: Decisions = ()
         self.reached = self.started = False
         self._has_effects = False
@@ -243,7 +231,6 @@ class _Compilers:
         gm: fx.GraphModule,
         inputs: Sequence[Any],
         notes: Decisions,
-        decompositions: Mapping[Any, Callable[..., Any]],
         key: str | None = None,
     ) -> Callable[..., Any]:
         """Return `gm` behind AOTAutograd. key: the key of autograd's graphs on disk, which stem from another
@@ -259,13 +246,14 @@ class _Compilers:
         forward = self._stage(Phase.FORWARD)
         if key is not None:
             forward = autograd_cache.serializable(forward)
+        split = functools.partial(self._capture.split, rewrite=self._rewrite_joint, note=self._add_note)
         call = aot_autograd(
             fw_compiler=forward,
             bw_compiler=self._stage(Phase.BACKWARD),
             inference_compiler=self._stage(Phase.INFERENCE),
-            partition_fn=functools.partial(self._split, rewrite=self._rewrite_joint, note=self._add_note),
+            partition_fn=split,
             keep_inference_input_mutations=True,  # the graph writes into its arguments itself
-            decompositions=dict(decompositions),
+            decompositions=dict(self._capture.decompositions()),
         )
         kept = autograd_cache.cached(key, self._read) if key is not None else nullcontext()
         kept_effects = patch.object(fx.Node, "is_impure", is_impure)
@@ -289,10 +277,10 @@ class _Compilers:
 
     def _key(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
         """Return the key of autograd's graphs on disk, or None, with a note of why they are not kept."""
-        if self._options is None:
+        if self._capture.options is None:
             return None
         try:
-            return autograd_cache.key_of(gm, inputs, self._options)
+            return autograd_cache.key_of(gm, inputs, self._capture.options)
         except NotWritable as reason:
             self._tell(f"not kept on disk: {reason}")
             return None
@@ -302,7 +290,7 @@ class _Compilers:
         self._notes = tuple(dict.fromkeys((*self._notes, note)))
 
     def _rewrite_joint(self, graph: fx.Graph) -> None:
-        self._joint_notes = self._joint_rewrite(graph)
+        self._joint_notes = self._capture.joint_rewrite(graph)
         if self._joint_notes and graph.owning_module is not None:
             graph.owning_module.recompile()
 
@@ -378,7 +366,7 @@ class _Compilers:
         if info.phase is Phase.BACKWARD and (self._separable or self.key is not None):
             variant = functools.partial(self._variant, fakes, info)
             backward = Backward(graph, variant, several=self._separable)
-            if self._meanwhile():
+            if self._capture.meanwhile():
                 backward.prepare()
             return any_gradients(_boxed_backward(backward), graph)
         compiled = self._compiled(graph, fakes, info)
@@ -406,9 +394,9 @@ class _Compilers:
 
     def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         try:
-            return self._compile_graph(graph, fakes, info)
+            return self._capture.compile_graph(graph, fakes, info)
         except Exception as error:
-            self._give_up(info.name, error)
+            self._capture.give_up(info.name, error)
             return make_boxed_func(graph.forward)
 
 
@@ -481,8 +469,7 @@ def _boxed(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _boxed_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a plain function as `_boxed` does, whose results refuse to be differentiated."""
-    is_boxed = isinstance(compiled, Backward) or getattr(compiled, "_boxed_call", False)
-    run = compiled if is_boxed else make_boxed_func(compiled)
+    run = _boxed(compiled)
 
     def call(args: list[Any]) -> Any:
         if is_kept():

@@ -12,10 +12,10 @@ from torch._dynamo import config
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.variables import TensorVariable
 
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.capture.transforms import broken_at_repeated_operands
+from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 
-# allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, which are one operator each (`ir.recurrent`).
+# allow_rnn: TorchDynamo traces into nn.LSTM, nn.GRU and nn.RNN, each one operator (`ops.own.recurrent`).
 # trace_autograd_ops: `torch.autograd.grad` is part of a graph, so that its result can be differentiated.
 # record_runtime_overhead: the code around a graph calls a profiler twice, which takes 2 us of every call.
 SETTINGS: dict[str, Any] = {

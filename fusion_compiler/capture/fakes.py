@@ -1,12 +1,20 @@
-"""Let a trace read and write nothing but FakeTensors."""
+"""Make FakeTensors of arguments, and let a trace read and write nothing but FakeTensors."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+
+def fake_of(tensor: Tensor, mode: FakeTensorMode, context: TracingContext) -> FakeTensor:
+    """Return the FakeTensor of `mode` for an argument, with the sizes that TorchDynamo gave it."""
+    symbolic: Any = context.tensor_to_context.get(tensor)
+    source = symbolic.tensor_source if symbolic is not None else None
+    return mode.from_tensor(tensor, symbolic_context=symbolic, source=source, trace=symbolic is None)
 
 
 class FakesOnly(FakeTensorMode):

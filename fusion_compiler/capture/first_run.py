@@ -13,6 +13,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._ops import HigherOrderOperator, OpOverload
 
 from fusion_compiler.errors import FusionError
+from fusion_compiler.ops.schema import draws, written
 
 _WITHOUT_EFFECTS = ("aten", "prims", "fusion_compiler")
 _PASSED_ON = (FusionError, Warning, TorchDynamoException, torch.OutOfMemoryError)
@@ -66,5 +67,4 @@ def has_effects(graph: fx.Graph) -> bool:
 def _has_effect(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
-    pure = target.namespace in _WITHOUT_EFFECTS and not target._schema.is_mutable
-    return not pure or torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace not in _WITHOUT_EFFECTS or bool(written(target)) or draws(target)

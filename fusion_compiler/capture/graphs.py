@@ -17,13 +17,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fusion_compiler.ir.effects import draws, has_effect
+from fusion_compiler.ir.effects import has_effect
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ops.own.channel_order import dimensions_in_memory
-from fusion_compiler.ops.schema import bound
+from fusion_compiler.ops.schema import bound, draws, reads_strides, written
 
-_aten = torch.ops.aten
-_STRIDES_COUNT = {_aten.as_strided.default, _aten.as_strided_.default}
 # A LazyGraphModule compiles its code when it is first called: most graphs here are only read.
 
 # What a node that replaces another inherits from it.
@@ -36,15 +34,23 @@ def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, nodes)
     graph.output(output).meta = copy.copy(gm.graph.output_node().meta)
-    for before, after in nodes.items():
+    new = LazyGraphModule(gm, graph, gm.__class__.__name__)
+    new.meta = gm.meta
+    keep_sources(gm, new, nodes.items())
+    return new, nodes
+
+
+def keep_sources(gm: fx.GraphModule, new: fx.GraphModule, nodes: Iterable[tuple[fx.Node, fx.Node]]) -> None:
+    """Let `new`, another form of Dynamo's graph `gm`, say where its arguments come from.
+
+    nodes: pairs of a node of `gm` and the same node of `new`.
+    """
+    for before, after in nodes:
         if hasattr(before, "_dynamo_source"):
             after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
-    new = LazyGraphModule(gm, graph, gm.__class__.__name__)
-    unregister_constants(new)
-    new.meta = gm.meta
     if hasattr(gm, "_param_name_to_source"):
         new._param_name_to_source = gm._param_name_to_source
-    return new, nodes
+    unregister_constants(new)
 
 
 def eager(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -79,14 +85,9 @@ def is_pure(node: fx.Node) -> bool:
         node.op == "call_function"
         and isinstance(target, OpOverload)
         and target.namespace == "aten"
-        and not (writes(target) or draws(target) or has_effect(node))
+        and not (written(target) or draws(target) or has_effect(node))
         and "empty" not in target._schema.name  # uninitialised memory
     )
-
-
-def writes(target: OpOverload) -> bool:
-    # detach_, which traces of torch.tensor(...) hold, leaves the numbers as they are.
-    return target._schema.is_mutable and target is not torch.ops.aten.detach_.default
 
 
 def reached(start: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
@@ -111,12 +112,6 @@ def nodes_in(value: Any) -> list[fx.Node]:
     return nodes
 
 
-def hinted(size: int | torch.SymInt) -> int:
-    """Return the size in the captured call, which decides what is fast, not what is right; 0 if it is
-    unknown."""
-    return int(size if isinstance(size, int) else size.node.hint or 0)
-
-
 def wants_gradient(node: fx.Node) -> bool:
     """True if a node is an input of the graph with a gradient, as Dynamo saw it when it captured the
     graph."""
@@ -131,15 +126,13 @@ def is_trained(nodes: Iterable[fx.Node]) -> bool:
 
 def mutated_nodes(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose memory some in-place call of `nodes` writes to, directly or through a view."""
-    written: set[fx.Node] = set()
-    for node in nodes:
-        if not isinstance(node.target, OpOverload) or not writes(node.target):
-            continue
-        named = arguments(node)
-        for a in node.target._schema.arguments:
-            if a.alias_info is not None and a.alias_info.is_write:
-                written |= aliases(named[a.name])
-    return written
+    return {node for call in nodes for into in written_arguments(call) for node in aliases(into)}
+
+
+def written_arguments(node: fx.Node) -> list[Any]:
+    """Return the arguments that a call writes into."""
+    positions = written(node.target)
+    return [list(arguments(node).values())[i] for i in positions] if positions else []
 
 
 def between(first: fx.Node, last: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
@@ -189,8 +182,9 @@ def replaced_by(node: fx.Node, result: fx.Node) -> fx.Node:
 def stored_in_order(like: fx.Node, node: fx.Node, value: torch.Tensor) -> fx.Node:
     """Emit a copy of a tensor whose dimensions lie in memory in the order of `value`'s."""
     order = dimensions_in_memory(value)
-    stored = emit(like, _aten.contiguous.default, emit(like, _aten.permute.default, node, order))
-    return emit(like, _aten.permute.default, stored, [order.index(d) for d in range(len(order))])
+    aten = torch.ops.aten
+    stored = emit(like, aten.contiguous.default, emit(like, aten.permute.default, node, order))
+    return emit(like, aten.permute.default, stored, [order.index(d) for d in range(len(order))])
 
 
 def size_of(like: fx.Node, tensor: fx.Node, dim: int) -> Any:
@@ -255,7 +249,7 @@ def refuse_strides(node: fx.Node) -> None:
     if node.op == "output":
         raise Refused("its strides show in a result of the graph")
     is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
-    if node.target in _STRIDES_COUNT or not is_known:
+    if reads_strides(node.target) or not is_known:
         raise Refused(f"{node.target} depends on strides")
 
 

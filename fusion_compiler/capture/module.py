@@ -12,6 +12,7 @@ import functools
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -206,15 +207,36 @@ def wrap(
     missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
         compiled module is called.
     """
-    broke = broke or plans.broke
+    is_full = fullgraph or strict
+    compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)
+    if isinstance(target, nn.Module):
+        return _compiled_module(target, compiling.compiled, plans, recompile, missed)
+    return CompiledFunction(target, compiling.compiled(target), plans, recompile)
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        failures = 0
 
+@dataclass(frozen=True)
+class _Compiling:
+    """The object has what all functions of one compiled object are compiled with, as `wrap` says.
+
+    fullgraph: True if an error is raised where TorchDynamo would break the graph.
+    """
+
+    backend: Backend
+    plans: Plans
+    dynamic: bool | None
+    fullgraph: bool
+    strict: bool
+    broke: Callable[[Sequence[GraphBreak]], None]
+    give_up: Callable[[str, Exception], None]
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` compiled. A call that TorchDynamo fails to capture runs eager."""
+        failures, plans = 0, self.plans
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
-        is_whole = fullgraph or strict
-        run = dynamo_compiled(_own_frame(function), backend, dynamic=dynamic, fullgraph=is_whole)
+        run = dynamo_compiled(
+            _own_frame(function), self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph
+        )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
@@ -229,34 +251,33 @@ def wrap(
             frames, before, began = counters["frames"].get("total"), len(graph_break_reasons), time.time_ns()
             try:
                 return run(*args, **kwargs)
-            except BackendCompilerFailed as failed:  # Dynamo's wrapping; the error names the place itself
-                if isinstance(error := failed.inner_exception, FusionError):
-                    raise error from error.__cause__
-                raise
-            except (Unsupported, UserError, FailOnRecompileLimitHit) as error:
-                if strict:
-                    raise of_error(error).error from None
-                raise
             except Exception as error:
-                if is_whole or not _is_uncaptured(error):
-                    raise _operator_error(error) from None
-                fault = error
+                fault = self._uncaptured(error)
             finally:
                 if rarely is not None:
                     rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
-                    broke(breaks_since(before, began))
+                    self.broke(breaks_since(before, began))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
             failures += 1
-            name = getattr(function, "__qualname__", "the model")
-            give_up(f"the call of {name}", _operator_error(fault))
+            self.give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)
             return results
 
         return call
 
-    if isinstance(target, nn.Module):
-        return _compiled_module(target, compiled, plans, recompile, missed)
-    return CompiledFunction(target, compiled(target), plans, recompile)
+    def _uncaptured(self, error: Exception) -> Exception:
+        """Return the error for which a call was not captured and runs eager. Raise any other error."""
+        match error:
+            case BackendCompilerFailed(inner_exception=FusionError() as inner):
+                raise inner from inner.__cause__  # without Dynamo's wrapping: it names the place itself
+            case Unsupported() | UserError() | FailOnRecompileLimitHit() if self.strict:
+                raise of_error(error).error from None
+            case BackendCompilerFailed() | Unsupported() | UserError() | FailOnRecompileLimitHit():
+                raise error
+            case _ if self.fullgraph or not _is_uncaptured(error):
+                raise _operator_error(error) from None
+            case _:
+                return _operator_error(error)
 
 
 def plain(target: Any) -> Any:
@@ -328,6 +349,7 @@ def _compiled_module(
         methods[name] = compiled_method(getattr(original, name), compiled(getattr(original, name)))
     body: dict[str, Any] = {
         **methods,
+        **_added(model, plans),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -336,20 +358,25 @@ def _compiled_module(
         "_fusion_plans": plans,
         "_fusion_recompile": staticmethod(recompile),
     }
-    if hasattr(model, "get_compiled_call"):
-        # transformers' generate() would hand the call to Inductor where its cache is static.
-        body["get_compiled_call"] = lambda self, config: self.__call__
-    if not hasattr(model, "plan"):
-        body["plan"] = property(lambda self: plans, doc=Plans.__doc__)
-    for name in ("report", "why"):
-        if not hasattr(model, name):
-            body[name] = vars(CompiledFunction)[name]  # it answers from the plans of either
-    if not hasattr(model, "verification"):
-        body["verification"] = property(lambda self: plans.verification, doc=Verification.__doc__)
     cls = types.new_class(original.__name__, (CompiledModule, original), {}, lambda space: space.update(body))
     fast: nn.Module = object.__new__(cls)
     fast.__dict__ = model.__dict__
     return fast
+
+
+def _added(model: nn.Module, plans: Plans) -> dict[str, Any]:
+    """Return the attributes that a compiled module has besides its model's, where these have other names."""
+    attributes: dict[str, Any] = {
+        "plan": property(lambda self: plans, doc=Plans.__doc__),
+        "report": CompiledFunction.report,  # it answers from the plans of either
+        "why": CompiledFunction.why,
+        "verification": property(lambda self: plans.verification, doc=Verification.__doc__),
+    }
+    added = {name: value for name, value in attributes.items() if not hasattr(model, name)}
+    if hasattr(model, "get_compiled_call"):
+        # transformers' generate() would hand the call to Inductor where its cache is static.
+        added["get_compiled_call"] = lambda self, config: self.__call__
+    return added
 
 
 def _own_frame(function: Callable[..., Any]) -> Callable[..., Any]:

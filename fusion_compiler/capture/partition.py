@@ -29,18 +29,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusion_compiler.capture.graphs import hinted
 from fusion_compiler.capture.memory import place
 from fusion_compiler.capture.saved_values import Budget, Note, mark_single_runs, seconds, within
 from fusion_compiler.ir.calls import is_backward, mark_gradients
 from fusion_compiler.ir.device import DEFAULT, device_spec
 from fusion_compiler.ir.effects import has_effect, is_random
-from fusion_compiler.ir.layout import is_view_node, lookups_of_node
+from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.loops import exact
 from fusion_compiler.ir.reproducible import mark_reproducible
-from fusion_compiler.ops.lookups import Lookups
+from fusion_compiler.ops.decompositions import rows_by_number
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.random import merge_seeds
 from fusion_compiler.ops.own.recurrent import FORWARDS
+from fusion_compiler.ops.schema import WRITE_BACK, is_cast
 from fusion_compiler.ops.table import OPS, Form, form_of, is_always_held
 
 _aten = torch.ops.aten
@@ -142,7 +143,7 @@ def keep_old_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
 
 def _written(graph: fx.Graph) -> list[fx.Node]:
     """Return the arguments that a forward graph writes into, or into which AOTAutograd writes its results."""
-    writes = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    writes = graph.find_nodes(op="call_function", target=WRITE_BACK)
     written = [write.args[0] for write in writes if isinstance(write.args[0], fx.Node)]
     descriptors: Sequence[object] = graph.output_node().meta.get("desc", ())
     later = [d.mutated_input for d in descriptors if isinstance(d, InputMutationAOTOutput)]
@@ -175,7 +176,7 @@ _NORMS_BACKWARD = tuple(f"{name}_backward" for name in _NORMS)
 
 def _casts(node: fx.Node, operators: tuple[str, ...]) -> bool:
     """True if a node is a conversion that stems from one of some operators."""
-    return node.target is _aten._to_copy.default and _is_of(node, operators)
+    return is_cast(node.target) and _is_of(node, operators)
 
 
 def _is_of(node: fx.Node, operators: tuple[str, ...]) -> bool:
@@ -232,32 +233,18 @@ def merge_equal(graph: fx.Graph) -> None:
         elif _repeatable(node) and _storage(node) not in returned:
             first = first_calls.setdefault(_equality_key(node), node)
             if first is not node:
-                looked, replaced = _check_of(first), _check_of(node)
-                if looked and replaced and looked.wraps and not replaced.wraps:  # `gather` refuses more
-                    first.target, first.args = node.target, (node.args[0], 0, looked.indices[0][1])
+                rows_by_number.check_as(first, node)
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
 
 def _equality_key(node: fx.Node) -> Any:
-    """Return the key by which `merge_equal` recognises equal calls.
-
-    `rows_by_number` looks up numbers in an `arange` before it sorts them, to check that they are in range: by
-    `gather` for a scatter, whose numbers are not negative, and by `index` for the gradient of a lookup, whose
-    negative numbers wrap around. Numbers that `gather` has checked do not wrap around. So both calls have the
-    same key, through whatever views they read the numbers.
-    """
-    if (looked := _check_of(node)) is not None:
-        return node.args[0], place(looked.indices[0][1])
+    """Return the key by which `merge_equal` recognises equal calls. Checks of the same numbers are equal,
+    through whatever views they read these."""
+    if (check := rows_by_number.checked(node)) is not None:
+        count, numbers = check
+        return count, place(numbers)
     return node.target, exact(node.args), exact(node.kwargs)
-
-
-def _check_of(node: fx.Node) -> Lookups | None:
-    """Return the lookup of numbers in an `arange`, which has itself as its result."""
-    looked = lookups_of_node(node)
-    if looked is None or looked.in_bounds or form_of(node.args[0].target) is not Form.COUNT:  # type: ignore[union-attr]
-        return None
-    return looked if looked.indices[0][1].meta["val"].ndim == 1 else None
 
 
 def _repeatable(node: fx.Node) -> bool:

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from fusion_compiler.capture.graphs import copied, eager, unregister_constants
+from fusion_compiler.capture.fakes import fake_of
+from fusion_compiler.capture.graphs import copied, eager, keep_sources
 from fusion_compiler.capture.transforms import AUTOGRAD_FUNCTION
 
 _CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
@@ -232,12 +233,7 @@ def _fake(x: Any, mode: FakeTensorMode, context: TracingContext) -> Any:
     the trace does to metadata must not reach AOTAutograd's own copy."""
     if not isinstance(x, torch.Tensor):
         return x
-    if isinstance(x, FakeTensor) and x.fake_mode is mode:
-        fake = x
-    else:
-        symbolic = context.tensor_to_context.get(x)
-        source = symbolic.tensor_source if symbolic is not None else None  # type: ignore[attr-defined]
-        fake = mode.from_tensor(x, symbolic_context=symbolic, source=source, trace=symbolic is None)
+    fake = x if isinstance(x, FakeTensor) and x.fake_mode is mode else fake_of(x, mode, context)
     handle: Any = fake.detach()
     handle.item_memo = fake.item_memo  # a Python float that Dynamo passes as a tensor stays that float
     return handle
@@ -245,12 +241,8 @@ def _fake(x: Any, mode: FakeTensorMode, context: TracingContext) -> Any:
 
 def _keep_annotations(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     traced.meta.update(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        traced._param_name_to_source = gm._param_name_to_source
-    old = gm.graph.find_nodes(op="placeholder")
-    new = traced.graph.find_nodes(op="placeholder")
-    for before, after in zip(old, new, strict=True):
+    placeholders = [graph.find_nodes(op="placeholder") for graph in (gm.graph, traced.graph)]
+    pairs = list(zip(*placeholders, strict=True))
+    for before, after in pairs:
         after.meta = {**before.meta, **after.meta}
-        if hasattr(before, "_dynamo_source"):
-            after._dynamo_source = before._dynamo_source  # type: ignore[attr-defined]
-    unregister_constants(traced)
+    keep_sources(gm, traced, pairs)

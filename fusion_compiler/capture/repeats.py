@@ -19,7 +19,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from fusion_compiler.capture.graphs import place_of, writes
+from fusion_compiler.capture.graphs import place_of
+from fusion_compiler.ops.schema import written
 
 FEWEST = 5
 TRACED = 3  # of them: the first, and the last two
@@ -150,7 +151,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _key(node: fx.Node, numbered: Callable[[fx.Node], int]) -> str | None:
     """Return a text that equal calls share, or None for a call that no block may hold. Operands that look
     alike are one number, because a list of thousands may have as many readers."""
-    is_operator = isinstance(node.target, OpOverload) and not writes(node.target)
+    is_operator = isinstance(node.target, OpOverload) and not written(node.target)
     if not is_operator and node.target is not operator.getitem:
         return None
     args, kwargs = map_arg((node.args, dict(node.kwargs)), numbered)

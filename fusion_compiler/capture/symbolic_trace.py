@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture.graphs import unregister_constants
 from fusion_compiler.capture.pre_autograd import AUTOGRAD_METHODS, UntraceableError, check_constants
-from fusion_compiler.capture.traced_gradients import traced_gradients
 from fusion_compiler.ir.sources import is_library, marked
+from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 
 _C: Any = torch._C
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 from fusion_compiler.capture.arguments import has_storage, in_forward_mode, is_plain
+from fusion_compiler.runtime.boxed import Boxed, boxed
 
 Missing = tuple[bool, ...]  # for each gradient that a backward graph takes
-Boxed = Callable[[list[Any]], Any]
 
 
 def tangents_of(graph: fx.GraphModule) -> tuple[int, ...]:
@@ -112,12 +112,6 @@ class Backward:
     def __call__(self, args: list[Any]) -> Any:
         missing = tuple([args[i] is None for i in self._tangents])
         return (self._compiled.get(missing) or self._variant(missing))(args)
-
-
-def boxed(run: Boxed) -> Boxed:
-    """Return `run`, marked for AOTAutograd as a function that empties the list of its arguments."""
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
 
 
 def any_gradients(run: Boxed, graph: fx.GraphModule) -> Boxed:

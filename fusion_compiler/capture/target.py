@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_compiler.capture.attention_choice import attention
 from fusion_compiler.capture.autocast import autocasting, with_kernel
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ops.decompositions.tensors import on_gpu
 from fusion_compiler.ops.own.channel_order import order_of_result
 
 GPU = torch.device("cuda", 0)
@@ -38,10 +39,6 @@ _DEVICE: Any = torch.ops.prim.device.default
 _AT_DEVICE, _AT_DISPATCH = 6, 10  # positions of `device` and `dispatch_device` in FunctionalTensor.__new__
 # Operators with a CUDA kernel that C++ composes of others where there is none.
 _WITH_KERNELS: tuple[Any, ...] = (_aten._fused_rms_norm, _aten.silu_backward, _aten.mish_backward)
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    return tensor.device.type == GPU.type
 
 
 @contextmanager

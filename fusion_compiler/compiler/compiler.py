@@ -20,8 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
-from fusion_compiler.capture.capture import make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.capture import Capture
 from fusion_compiler.capture.module import Plans
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
@@ -54,6 +53,7 @@ from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ir.views import reinterpreted, restrided
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.dependent import launched_dependently
 from fusion_compiler.passes.fuse.step_time import step_time
@@ -75,6 +75,7 @@ from fusion_compiler.patterns import (
     text_of_patterns,
 )
 from fusion_compiler.pipeline import NAMES, passes_at
+from fusion_compiler.runtime.boxed import boxed
 from fusion_compiler.runtime.collection import rare_collections
 from fusion_compiler.runtime.debug import Debug, DebugSettings
 from fusion_compiler.runtime.gradients import Handovers
@@ -131,10 +132,10 @@ class Compiler:
         rewrites = rewrites if user_rewrites is None else (user_rewrites, *rewrites)
         # Around both: a backward may be compiled when it is first called.
         rarely = rare_collections()
-        graph = rarely(self.progress.during(self.stages.during("read", self.graph)))
+        graph = rarely(self.progress(self.stages.of("read")(self.graph)))
         split = functools.partial(partition, memory=self.options.memory, device=self.options.device)
-        backend = self.progress.during(
-            make_backend(
+        backend = self.progress(
+            Capture(
                 graph,
                 rewrites=rewrites,
                 decompositions=decomposition_table,
@@ -147,7 +148,7 @@ class Compiler:
                 stages=self.stages,
                 meanwhile=lambda: self.compiling,
                 after=self.debug.stage,
-            )
+            ).backend
         )
         return rarely(backend)
 
@@ -223,8 +224,7 @@ class Compiler:
             self.stages.enter("kernels")
             device = torch.device(target.kind)
             self.compiling = compile_all(dict.fromkeys(runners.values()), device, self.progress)
-        run = functools.partial(module.forward)
-        run._boxed_call = True  # type: ignore[attr-defined]  AOTAutograd looks for it
+        run = boxed(functools.partial(module.forward))
         run = handover.around(run) if handover is not None else run
         tuning = self.kernels.tuning(plan, runners) if is_triton and not self.options.verify else None
         run, decisions = self.replays.wrap(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.step_time import step_time
+from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, Recordings
 from fusion_compiler.runtime.gradients import Handover
 from fusion_compiler.runtime.graph_tuning import GraphTuning
 from fusion_compiler.runtime.pairs import Terms, not_replayed
 from fusion_compiler.stitch.order import ordered
-
-Boxed = Callable[..., Any]
 
 
 class Replays:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusion_compiler.ops.schema import HALVES
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -194,4 +196,4 @@ def _finished(total: Any, result: Result) -> Tensor:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums over chunks are kept."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALVES else dtype

@@ -19,13 +19,13 @@ from torch.utils._sympy.functions import Max
 
 from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
-from fusion_compiler.ir.eager_checks import refuses_node
 from fusion_compiler.ir.reproducible import reproducible_values
+from fusion_compiler.ops.eager_checks import refuses_node
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.recurrent import LAYERS
 from fusion_compiler.ops.products import factors_of
-from fusion_compiler.ops.schema import bound, written
-from fusion_compiler.ops.table import Kind, spec_of
+from fusion_compiler.ops.schema import HALVES, bound, written
+from fusion_compiler.ops.table import FEW_ROWS, Kind, spec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,6 @@ class OpDag:
 
 # Rows of a product that share a tile of its matrix: one or two take no longer than the matrix is read.
 LEAST_SHARING = 3
-FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
 # Rows of the products that one plan is made for, at most, where their number is only known at run time.
 ROW_RANGES = (4, 8, FEW_ROWS)
 
@@ -307,7 +306,7 @@ def round_trips(graph: fx.Graph) -> frozenset[fx.Node]:
             source = node.all_input_nodes[0]
             while kind_of(source) is Kind.LAYOUT or getattr(source.target, "_opname", "") == "clone":
                 source = source.all_input_nodes[0]
-            if _is_written(source) and source.meta["val"].dtype in (torch.float16, torch.bfloat16):
+            if _is_written(source) and source.meta["val"].dtype in HALVES:
                 rounded.add(source)
     return frozenset(rounded)
 

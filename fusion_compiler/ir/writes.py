@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, OpDag, Ref, TensorMeta
@@ -12,7 +11,8 @@ from fusion_compiler.ir.dims import Dim
 from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view, lookups_of
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.schema import WRITE_BACK, written
+from fusion_compiler.ops.views import indexed
 
 
 def base_of(dag: OpDag, name: str) -> str | None:
@@ -23,7 +23,7 @@ def base_of(dag: OpDag, name: str) -> str | None:
     """
     op = dag.op(name)
     writes = written(op.target) == (0,) and len(op.outputs) == 1
-    return op.first if writes and op.target is not torch.ops.aten.copy_.default else None
+    return op.first if writes and op.target is not WRITE_BACK else None
 
 
 def root(dag: OpDag, name: str) -> str:
@@ -90,12 +90,3 @@ def meta_of(dag: OpDag, argument: object) -> TensorMeta:
     """Return the TensorMeta of an argument that is a tensor."""
     assert isinstance(argument, Ref)
     return dag.op(argument.name).outputs[0]
-
-
-def indexed(dims: Sequence[int], shapes: Sequence[tuple[Dim, ...]]) -> tuple[int, tuple[Dim, ...]]:
-    """Return where the dimensions of tensors stand that index some dimensions, and their sizes together: in
-    the place of those that they index if these are side by side, or else first."""
-    rank = max(map(len, shapes))
-    filled = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
-    common = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*filled, strict=True))
-    return (dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0), common

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,15 +11,29 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+HALVES = (torch.float16, torch.bfloat16)
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
 # Operators that take graphs, and run them as often as data or sizes say.
-CONTROL_FLOW = tuple(getattr(torch.ops.higher_order, n) for n in ("cond", "while_loop", "map_impl", "scan"))
+CONTROL_FLOW = tuple(getattr(higher_order, n) for n in ("cond", "while_loop", "map_impl", "scan"))
+# Writes a result into an argument, at the end of what a graph does with the argument.
+WRITE_BACK = aten.copy_.default
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_READS_STRIDES = (aten.as_strided.default, aten.as_strided_.default)
+# Operators that return something but are called for their effect.
+_EFFECTS = (
+    aten._functional_assert_async.msg,
+    aten._functional_sym_constrain_range.default,
+    aten._functional_sym_constrain_range_for_size.default,
+    higher_order.auto_functionalized,  # a user's operator that writes into its arguments
+    higher_order.auto_functionalized_v2,
+)
 _SHORT = {"convert_element_type": "cast", "_to_copy": "cast"}
 
 
 def is_view(target: object) -> bool:
     """True if eager runs the op without a kernel: a view of its input, or an element of a tuple."""
     if isinstance(target, OpOverload):
-        return target.is_view or target is torch.ops.aten._unsafe_view.default
+        return target.is_view or target is aten._unsafe_view.default
     return target is operator.getitem
 
 
@@ -31,8 +46,13 @@ def short_name(target: object) -> str:
 
 
 def written(overload: object) -> tuple[int, ...]:
-    """Return the positions of the arguments that an operator writes into."""
-    arguments = overload._schema.arguments if isinstance(overload, OpOverload) else ()
+    """Return the positions of the arguments that an operator writes into.
+
+    `detach_`, which traces of torch.tensor(...) hold, leaves the numbers as they are.
+    """
+    if not isinstance(overload, OpOverload) or overload is aten.detach_.default:
+        return ()
+    arguments = overload._schema.arguments
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -40,6 +60,33 @@ def sizes_argument(target: object) -> int | None:
     """Return the position of the argument with the sizes of the result, as views and new tensors take it."""
     arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
     return next((i for i, a in enumerate(arguments) if a.name in ("size", "shape")), None)
+
+
+def is_cast(target: object) -> bool:
+    """True if an operator copies its operand, perhaps to another dtype."""
+    return target in _CASTS
+
+
+def reads_strides(target: object) -> bool:
+    """True if the values of the result depend on the operand's strides, which no other operator shows."""
+    return target in _READS_STRIDES
+
+
+def has_effect(target: object) -> bool:
+    """True if an operator is called for what it does: an assertion, a print, anything without a result."""
+    returns_nothing = isinstance(target, OpOverload) and not target._schema.returns
+    return returns_nothing or target in _EFFECTS
+
+
+def draws(target: object) -> bool:
+    """True if an operator draws from a random generator, so that equal calls give different values."""
+    return isinstance(target, OpOverload) and _draws(target)
+
+
+@functools.cache
+def _draws(target: OpOverload) -> bool:
+    takes_generator = any("Generator" in str(a.type) for a in target._schema.arguments)
+    return takes_generator or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def bound(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

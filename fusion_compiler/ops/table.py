@@ -51,6 +51,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 Row = Callable[..., Expression]
 ONE, MINUS_ONE = Literal(1), Literal(-1)
+FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
 
 
 class Kind(StrEnum):
@@ -104,7 +105,7 @@ class OpSpec:
     fp16: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
-        the operand rounds to decides (see ir/reproducible.py).
+        the operand rounds to decides (see `ir/reproducible.py`).
     operator: the first overload of the same row, which stands for all of them: aten.add.Tensor for
         aten.add.Scalar. `ops/arithmetic.py` names those that the compiler itself writes.
     is_condition: its result is a bool whatever its operands are.
@@ -748,6 +749,9 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 BY_TARGET: Mapping[OpOverload, OpSpec] = {spec.target: spec for spec in OPS}
+# Libraries' calls that put the numbers of rows in order (`ops/decompositions/rows_by_number.py`). A sort that
+# is not asked to be stable needs a kernel.
+SORTS = (aten.sort.stable, aten.searchsorted.Tensor)
 
 
 def spec_of(target: object) -> OpSpec | None:

@@ -200,3 +200,12 @@ def view_of(
     if part is not None:
         others["part"] = part
     return reader(shape, **others)
+
+
+def indexed(dims: Sequence[int], shapes: Sequence[Shape]) -> tuple[int, Shape]:
+    """Return where the dimensions of tensors stand that index some dimensions, and their sizes together: in
+    the place of those that they index if these are side by side, or else first."""
+    rank = max(map(len, shapes))
+    filled = [(*(1 for _ in range(rank - len(shape))), *shape) for shape in shapes]
+    common = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*filled, strict=True))
+    return (dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0), common

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusion_compiler.errors import PartialStepError
 from fusion_compiler.optimizer.batch import Group
-from fusion_compiler.optimizer.fused import FusedOptimizer
+from fusion_compiler.optimizer.fused import FusedOptimizer, Timing
 from fusion_compiler.runtime import gradients
 
 BUCKET_BYTES = 100_000_000  # of gradients that wait for a launch
@@ -58,7 +58,7 @@ class _Pass:
     """A `_Pass` is a backward pass. Only autograd's callback holds it, so that it dies if the pass fails."""
 
 
-class BackwardUpdates:
+class BackwardUpdates(Timing):
     """Move the updates of `fused` into backward passes, from now on until `remove()`.
 
     Between two calls of `step()` each parameter is updated once. A second gradient raises OptimizerStepError
@@ -69,7 +69,8 @@ class BackwardUpdates:
     """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module, chosen: Container[int] | None = None) -> None:
-        self.fused, self.chosen = fused, chosen
+        super().__init__(fused)
+        self.chosen = chosen
         self._spent: dict[int, _Spent] = {}
         self._hooks: dict[int, RemovableHandle] = {}
         self._groups: dict[int, Group] = {}
@@ -113,9 +114,6 @@ class BackwardUpdates:
         for group in self.fused.groups:
             for param in group["params"]:
                 gradients.leave(param)
-
-    def finish(self) -> None:
-        pass
 
     def lines(self) -> list[str]:
         return ["updated within backward passes"]

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from fusion_compiler.ir.plan_text import count, human_bytes
 from fusion_compiler.optimizer.backward import BUCKET_BYTES, BackwardUpdates, is_distributed, scales_losses
 from fusion_compiler.optimizer.batch import Group
-from fusion_compiler.optimizer.fused import AtStep, FusedOptimizer
+from fusion_compiler.optimizer.fused import FusedOptimizer, Timing
 from fusion_compiler.optimizer.ready import numbers_of
 from fusion_compiler.options import When
 
@@ -43,19 +43,20 @@ class _Watched:
     numbers: Any = None
 
 
-class ChosenUpdates:
+class ChosenUpdates(Timing):
     """Choose when each parameter is updated, after `STEPS` watched steps.
 
     choices: parameter -> when it is updated, and why; empty before that.
     """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module) -> None:
-        self.fused, self.model = fused, model
+        super().__init__(fused)
+        self.model = model
         self.choices: dict[str, Choice] = {}
         self._objections: dict[int, str] = {}
         self._bytes: dict[int, int] = {}  # the size of each gradient
         self._left = STEPS
-        self._timing: AtStep | BackwardUpdates = AtStep(fused)
+        self._timing = Timing(fused)
         self._watched: dict[int, _Watched] = {}
         self._handles: list[RemovableHandle] = []
         for group, param in self._params():

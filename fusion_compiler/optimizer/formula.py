@@ -35,7 +35,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._sympy.printers import PythonPrinter
 
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ops.decompositions.table import decomposition_table
+from fusion_compiler.ops.schema import WRITE_BACK
 from fusion_compiler.ops.table import Kind, spec_of
 
 aten = torch.ops.aten
@@ -344,7 +345,7 @@ def _split(
     """Return (body, numbers, updated, meanings) of a `Formula`."""
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     tensors, inputs = placeholders[: len(structure.tensors)], placeholders[len(structure.tensors) :]
-    written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is aten.copy_.default}
+    written = {n.args[0]: n.args[1] for n in gm.graph.nodes if n.target is WRITE_BACK}
     written = {t: v for t, v in written.items() if t is not v}
     if tensors[0] not in written:
         raise Refused("its step does not change the parameter")

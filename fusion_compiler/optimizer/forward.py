@@ -29,7 +29,7 @@ from fusion_compiler.capture.module import CompiledModule
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.optimizer.backward import BUCKET_BYTES
 from fusion_compiler.optimizer.batch import Group, Update
-from fusion_compiler.optimizer.fused import FusedOptimizer
+from fusion_compiler.optimizer.fused import FusedOptimizer, Timing
 from fusion_compiler.optimizer.ready import PLAIN
 
 
@@ -48,14 +48,14 @@ class _Bucket:
         return _versions(self.updates) == self.versions
 
 
-class ForwardUpdates:
+class ForwardUpdates(Timing):
     """Put off the updates of `fused` until the model's parameters are read, from now on until `remove()`.
 
     pending: whether any update is due.
     """
 
     def __init__(self, fused: FusedOptimizer, model: nn.Module) -> None:
-        self.fused = fused
+        super().__init__(fused)
         self.pending = False
         self._due: dict[int, _Bucket] = {}
         self._order = {id(param): i for i, param in enumerate(model.parameters())}

@@ -63,19 +63,22 @@ def fuse_optimizer(
     (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients
     that are sparse or complex.
     """
-    _check(optimizer, when, backend)
-    if rounding not in get_args(Rounding):
-        raise InvalidOptionError(option="rounding", value=rounding, expected='"nearest" or "stochastic"')
+    _check(optimizer, when, backend, rounding)
     names = {id(param): name for name, param in model.named_parameters()}
     fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict, rounding=rounding)
     fused.install()
     if when != "step":
-        try:
-            fused.timing = TIMINGS[when](fused, model)
-        except OptimizerStepError:
-            fused.remove()
-            raise
+        _set_timing(fused, TIMINGS[when], model)
     return fused
+
+
+def _set_timing(fused: FusedOptimizer, timing: Callable[..., Timing], model: nn.Module) -> None:
+    """Let a timing decide when parameters are updated. If it refuses the model, undo the fusion."""
+    try:
+        fused.timing = timing(fused, model)
+    except OptimizerStepError:
+        fused.remove()
+        raise
 
 
 def fuse_anew(
@@ -88,10 +91,12 @@ def fuse_anew(
     return fuse_optimizer(model, optimizer, when=when, backend=backend, strict=strict)
 
 
-def _check(optimizer: Any, when: str, backend: str) -> None:
+def _check(optimizer: Any, when: str, backend: str, rounding: str = "nearest") -> None:
     if when not in get_args(When):
         raise InvalidOptionError(option="when", value=when, expected="one of " + ", ".join(get_args(When)))
     if backend not in BACKENDS:
         raise InvalidOptionError(option="backend", value=backend, expected="one of " + ", ".join(BACKENDS))
     if not isinstance(optimizer, Optimizer):
         raise NotAnOptimizerError(got=type(optimizer).__name__)
+    if rounding not in get_args(Rounding):
+        raise InvalidOptionError(option="rounding", value=rounding, expected='"nearest" or "stochastic"')

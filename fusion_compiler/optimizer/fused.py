@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -38,33 +38,26 @@ REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer
 Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
 
 
-class Timing(Protocol):
-    """A timing decides when parameters are updated. step: runs when the optimizer's `step` is called. finish:
-    runs the updates that were put off. lines: describes the timing for people."""
-
-    def step(self) -> None: ...
-    def finish(self) -> None: ...
-    def lines(self) -> list[str]: ...
-    def remove(self) -> None: ...
-
-
-class AtStep:
-    """Update all parameters when `step` is called, as PyTorch does."""
+class Timing:
+    """A timing decides when parameters are updated: when `step` is called, as by PyTorch, or as a subclass
+    does it."""
 
     def __init__(self, fused: FusedOptimizer) -> None:
         self.fused = fused
 
     def step(self) -> None:
+        """Do what is to be done when the optimizer's `step` is called."""
         self.fused.update([(group, group["params"]) for group in self.fused.groups])
 
     def finish(self) -> None:
-        pass
+        """Run the updates that were put off."""
 
     def lines(self) -> list[str]:
+        """Return a description for people."""
         return []
 
     def remove(self) -> None:
-        pass
+        """Undo what the timing has changed in the model."""
 
 
 class FusedOptimizer:
@@ -87,7 +80,7 @@ class FusedOptimizer:
     ) -> None:
         self.optimizer, self.names, self.strict = optimizer, names, strict
         self.own: dict[str, str] = {}
-        self.timing: Timing = AtStep(self)
+        self.timing: Timing = Timing(self)
         self._kernels = Kernels(optimizer, backend, rounding, gpus)
         self._warned = WarnOnce(strict)
         self._without_state: set[int] = set()  # parameters that have taken a step and have no state

@@ -38,13 +38,14 @@ from fusion_compiler.capture.fakes import FakesOnly
 from fusion_compiler.capture.module import Plans, plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
-from fusion_compiler.capture.target import GPU, capturing_for, name_device, on_gpu
+from fusion_compiler.capture.target import GPU, capturing_for, name_device
 from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import ArgumentMismatchError, FusionError, NotCallableError
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import library_calls
+from fusion_compiler.ops.decompositions.tensors import on_gpu
 from fusion_compiler.options import Options
 from fusion_compiler.patterns import DEFAULT_PATTERNS, Pattern
 from fusion_compiler.report.report import Report

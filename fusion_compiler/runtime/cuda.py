@@ -191,7 +191,7 @@ class CudaGpu:
                 best = min((statistics.median(s) for s in samples if s), default=0.0)
                 for call, sample in zip(calls, samples, strict=True):
                     if round_number == 0 or sample[0] <= HOPELESS * best:
-                        sample.append(self._time(call, l2))
+                        sample.append(elapsed_us(l2.zero_, call))
         return [statistics.median(sample) for sample in samples]
 
     def room(self) -> int:
@@ -211,15 +211,18 @@ class CudaGpu:
         finally:
             lock.release()
 
-    def _time(self, call: Callable[[], object], l2: torch.Tensor) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        torch.cuda._sleep(WAIT_CYCLES)
-        l2.zero_()
-        events[0].record()
-        call()
-        events[1].record()
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1]) * 1000
+
+def elapsed_us(before: Callable[[], object], call: Callable[[], object]) -> float:
+    """Return the microseconds that the device works for `call`, which the host queues while the device is
+    busy. before: queued in front of it."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(WAIT_CYCLES)
+    before()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000
 
 
 @functools.cache

@@ -34,10 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.dims import Hints
-from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ops.schema import CONTROL_FLOW, written
+from fusion_compiler.ops.schema import CONTROL_FLOW, WRITE_BACK, draws, written
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool, retried
@@ -143,7 +142,7 @@ def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
 
 def _root(node: fx.Node) -> fx.Node:
     """Return the node that has the memory which a result shows; the argument, if it has been written into."""
-    while is_view_node(node) or node.target is torch.ops.aten.copy_.default:
+    while is_view_node(node) or node.target is WRITE_BACK:
         node = node.args[0]  # type: ignore[assignment]
     return node
 

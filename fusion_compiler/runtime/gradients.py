@@ -23,9 +23,9 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusion_compiler.ir.graph_info import GraphInfo, Phase, argument_name
+from fusion_compiler.runtime.boxed import Boxed, boxed
 
 Taker = Callable[[Tensor, Tensor], bool]  # of (parameter, its gradient): whether it is taken
-Boxed = Callable[[list[Any]], Any]
 
 _takers: Any = WeakTensorKeyDictionary()  # parameter -> weak method of who takes its gradients
 
@@ -91,8 +91,7 @@ class Handover:
             finally:
                 self._running.edges = {}
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+        return boxed(call)
 
     def _give(self, position: int) -> Callable[[Tensor], Tensor | None]:
         """Return the hook that is called with the gradient of argument `position`, and returns what the graph

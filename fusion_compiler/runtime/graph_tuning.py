@@ -23,7 +23,7 @@ from fusion_compiler.errors import FusionError
 from fusion_compiler.runtime.binding import unkept_scratch
 from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.builds import compile_builds
-from fusion_compiler.runtime.cuda import WAIT_CYCLES
+from fusion_compiler.runtime.cuda import elapsed_us
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.runtime.preserved import preserved, room_below_peak
 from fusion_compiler.runtime.stages import Stages
@@ -166,17 +166,6 @@ def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) 
         with clear_cublas_manager():
             with unkept_scratch(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(list(arguments))
-            return statistics.median(_replay_us(graph, restore) for _ in range(ROUNDS))
+            return statistics.median(elapsed_us(restore, graph.replay) for _ in range(ROUNDS))
 
     return measure
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, restore: Callable[[], None]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    restore()
-    torch.cuda._sleep(WAIT_CYCLES)  # while the host launches
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000

@@ -240,18 +240,33 @@ class Pair:
         self._refusal = TRIED if is_open else None
         self._trial = Trial(self._pool.index) if is_open else None
         self._note(self._decision())
-        report = report_to(note, lambda: self._why)
-
-        def reported(reason: str | None, kept: int) -> None:
-            report(reason, kept)
-            if reason is not None:
-                self._leave_alone()
 
         def owning(arguments: list[Any]) -> Any:
             """Run without a CUDA graph, with results that do not lie in the pool."""
             for i in list(self._saved_in(arguments)):
                 arguments[i] = again(arguments[i])
             return plain(arguments)
+
+        recorder = self._backward_recorder(plain, owning, static, note)
+        replayed = unless(lambda: paused() or is_kept(), owning, recorder)
+
+        def call(arguments: list[Any]) -> Any:
+            if self._trial is not None:
+                self._trial.backward()
+            if next(self._saved_in(arguments), None) is not None:
+                return replayed(arguments)
+            return plain(arguments)
+
+        return after_one(plain, call), self._decision()
+
+    def _backward_recorder(self, plain: Boxed, owning: Boxed, static: Sequence[int], note: Note) -> Recorder:
+        """Return the recorder of the backward. owning: the backward without a CUDA graph."""
+        report = report_to(note, lambda: self._why)
+
+        def reported(reason: str | None, kept: int) -> None:
+            report(reason, kept)
+            if reason is not None:
+                self._leave_alone()
 
         calls = Calls(
             static=lambda arguments: {*static, *self._saved_in(arguments)},
@@ -265,16 +280,7 @@ class Pair:
         )
         recorder = Recorder(plain, self._pool, calls)
         self._recorders[recorder] = note
-        replayed = unless(lambda: paused() or is_kept(), owning, recorder)
-
-        def call(arguments: list[Any]) -> Any:
-            if self._trial is not None:
-                self._trial.backward()
-            if next(self._saved_in(arguments), None) is not None:
-                return replayed(arguments)
-            return plain(arguments)
-
-        return after_one(plain, call), self._decision()
+        return recorder
 
     def _decision(self) -> Decision:
         return replayed() if self._refusal is None else not_replayed(self._refusal)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Protocol, TextIO
 
-P = ParamSpec("P")
-R = TypeVar("R")
 PATIENCE = 1.0  # seconds until anything is shown
 ERASE = "\r\x1b[2K"
 
@@ -150,8 +147,9 @@ def line_on(stream: TextIO) -> Logged:
     return Logged(stream, Plain(stream))
 
 
-class Progress:
+class Progress(contextlib.ContextDecorator):
     """Show the state of one compile() call: `with progress: progress.say("planned 31 kernels")`.
+    As a decorator, the object shows the state of each call of a function.
 
     enabled: False shows nothing. stream: None is the present sys.stderr; if it is no terminal, nothing is
     shown. patience: seconds of silence. line: makes the line. Contexts may be nested; the outermost erases.
@@ -192,16 +190,6 @@ class Progress:
             line, self._line, self._timer = self._line, None, None
         if line is not None:
             line.erase()
-
-    def during(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function`, each call of which shows the state."""
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self:
-                return function(*args, **kwargs)
-
-        return call
 
     def say(self, text: str) -> None:
         """Show this state from now on."""

@@ -10,7 +10,7 @@ import torch
 
 from fusion_compiler.errors import DoubleBackwardError
 from fusion_compiler.ir.views import again
-from fusion_compiler.runtime.boxed import Boxed
+from fusion_compiler.runtime.boxed import Boxed, boxed
 
 # Whether the backward that runs is to leave its graph to a later one.
 is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009
@@ -28,8 +28,7 @@ def sparing(run: Boxed, positions: Sequence[int]) -> Boxed:
                 arguments[position] = again(arguments[position])
         return run(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 def refuse_double_backward() -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Stages:
@@ -42,23 +37,13 @@ class Stages:
 
     @contextmanager
     def of(self, stage: str) -> Generator[None]:
-        """Count what runs in this context for the stage."""
+        """Count for the stage what runs in this context, or in each call of a function that it decorates."""
         before = self._now
         self.enter(stage)
         try:
             yield
         finally:
             self.enter(before)
-
-    def during(self, stage: str, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function`, each call of which counts for the stage."""
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self.of(stage):
-                return function(*args, **kwargs)
-
-        return call
 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> str:

@@ -440,7 +440,7 @@ def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool
     """Gather as ATen does. For an index outside it raises an error that is an IndexError as well, as
     operators do that are decomposed into a gather."""
     try:
-        return torch.ops.aten.gather.default(x, dim, index, sparse_grad=sparse_grad)
+        return torch.gather(x, dim, index, sparse_grad=sparse_grad)
     except RuntimeError as error:
         if type(error) is not RuntimeError or not x.is_cpu:
             raise

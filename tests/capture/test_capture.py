@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fusion_compiler as fc
 from fusion_compiler.capture import pre_autograd
-from fusion_compiler.capture.capture import Backend, make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.capture import Backend, Capture
 from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.rewrites import vocabulary
 from fusion_compiler.pipeline import passes_at
 from tests import models
@@ -42,7 +42,7 @@ class Captured:
     saved: int = 0  # bytes that all forward calls have kept for backward
 
     def backend(self) -> Backend:
-        return make_backend(self.keep, rewrites=self.rewrites, decompositions=decomposition_table)
+        return Capture(self.keep, rewrites=self.rewrites, decompositions=decomposition_table).backend
 
     def keep(self, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         self.graphs.append((gm, info))
@@ -515,7 +515,7 @@ def test_an_error_of_compile_graph_is_not_swallowed() -> None:
     def fails(gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Any:
         raise ZeroDivisionError(info.name)
 
-    backend = make_backend(fails, rewrites=ABOVE, decompositions=decomposition_table)
+    backend = Capture(fails, rewrites=ABOVE, decompositions=decomposition_table).backend
     with pytest.raises(Exception, match=r"graph0\.inference") as caught:
         torch.compile(lambda x: x + 1, backend=backend)(torch.randn(3))
     assert isinstance(caught.value.inner_exception, ZeroDivisionError)
@@ -533,9 +533,9 @@ def test_boxed_graphs_are_called_with_a_list() -> None:
             args.clear()
             return self.gm(*values)
 
-    backend = make_backend(
+    backend = Capture(
         lambda gm, inputs, info: Boxed(gm), rewrites=(), decompositions=decomposition_table
-    )
+    ).backend
     x = torch.randn(3, requires_grad=True)
     torch.compile(lambda x: x.sin() * x, backend=backend)(x).sum().backward()
     torch.testing.assert_close(x.grad, x.detach().cos() * x.detach() + x.detach().sin())

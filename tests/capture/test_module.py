@@ -14,13 +14,13 @@ import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 
-from fusion_compiler.capture.capture import make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.capture import Capture
 from fusion_compiler.capture.module import CompiledFunction, Plans, plan_of, wrap
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.pipeline import passes_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -35,7 +35,8 @@ def compiled(target: Any, **options: Any) -> Any:
         plans.record(FusionPlan(info.name, dag, (), "cpu"))
         return make_boxed_func(gm.forward)
 
-    backend = make_backend(keep, rewrites=passes_at(Level.ABOVE_AUTOGRAD), decompositions=decomposition_table)
+    rewrites = passes_at(Level.ABOVE_AUTOGRAD)
+    backend = Capture(keep, rewrites=rewrites, decompositions=decomposition_table).backend
     return wrap(target, backend, plans, functools.partial(compiled, **options), **options)
 
 

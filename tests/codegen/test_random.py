@@ -12,11 +12,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.codegen.strength_reduction import thresholds
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import COLS, Axis, Compute, Index, Load, LoopNest, Random, Store, Value
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.own.random import merge_seeds, philox, seed, uniform
 from fusion_compiler.runtime.interpreter import run_kernel
 from tests.exactness import Compiled

@@ -17,7 +17,6 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.codegen.expression import (
     CONDITIONS,
     computed,
@@ -25,6 +24,7 @@ from fusion_compiler.codegen.expression import (
 )
 from fusion_compiler.ir.kernel import Argument, Kernel, Role
 from fusion_compiler.ir.loops import Compute, Value
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.syntax import Expression, Literal, Name, lift, literal
 from fusion_compiler.ops.table import OPS, OpSpec, spec_of
 from fusion_compiler.passes.lower.space import SUPPORTED, compute_dtype

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.chunks import Chunked
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.chunks import chunk
 from fusion_compiler.passes.chunks import gradients as gradients_in_chunks
 from fusion_compiler.passes.chunks.chunk import Limits

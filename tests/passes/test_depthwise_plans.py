@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture import image_decompositions
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir import dag
-from fusion_compiler.ir.convolution_times import MEASURED, PASSES, Convolution
 from fusion_compiler.ir.device import DeviceSpec, device_spec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import INNER, LoopNest
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ops.convolution_times import MEASURED, PASSES, Convolution
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse import candidates, legality
@@ -43,7 +42,7 @@ def has_windows(loops: LoopNest) -> bool:
 def decomposed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions of CPU tensors are taken apart as those of a GPU."""
     monkeypatch.setattr(depthwise, "IS_FUSED", True, raising=False)
-    monkeypatch.setattr(image_decompositions, "_on_gpu", lambda x: x.is_floating_point())
+    monkeypatch.setattr("fusion_compiler.ops.decompositions.images._on_gpu", lambda x: x.is_floating_point())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusion_compiler as fc
-from tests.capture.test_rows_by_number import SEED, close
+from tests.ops.test_rows_by_number import SEED, close
 
 OPTIONS: list[dict[str, Any]] = [
     {"mode": "sum"},

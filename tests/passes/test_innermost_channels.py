@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions import images
 from fusion_compiler.passes.rewrites import innermost_channels
 from fusion_compiler.passes.rewrites.innermost_channels import use_channels_last
 from tests.passes.test_rewrites import on_cuda, traced_on_cuda
@@ -220,7 +220,7 @@ SIDES = (28, 14)  # of the images of `Net`, and no number of its channels
 @pytest.mark.parametrize("block", BLOCKS)
 def test_inside_a_net_no_image_has_channels_first(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: x.dtype is torch.bfloat16)
-    monkeypatch.setattr(image_decompositions, "_on_gpu", lambda x: x.is_floating_point())
+    monkeypatch.setattr(images, "_on_gpu", lambda x: x.is_floating_point())
     model = Net(BLOCKS[block]()).to(torch.bfloat16)
     report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16))
     forward, backward = report.plans

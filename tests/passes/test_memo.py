@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.dag import OpDag, build
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import Random
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.own.random import seed, uniform
 from fusion_compiler.passes.fuse import memo
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters

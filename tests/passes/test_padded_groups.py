@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions import images
 from fusion_compiler.passes.rewrites import innermost_channels
 from fusion_compiler.passes.rewrites.innermost_channels import use_channels_last
 from tests.passes.test_innermost_channels import (
@@ -86,7 +86,7 @@ def test_paddings_are_part_of_the_kernels_around_a_convolution(
 ) -> None:
     """Groups of 8, 12, 24 and 32 channels; only 12 and 24 are no fast widths."""
     monkeypatch.setattr(innermost_channels, "has_tensor_units", lambda x: x.dtype is torch.bfloat16)
-    monkeypatch.setattr(image_decompositions, "_on_gpu", lambda x: x.is_floating_point())
+    monkeypatch.setattr(images, "_on_gpu", lambda x: x.is_floating_point())
     model = Net(expanding(groups, 3, nn.ReLU, width=width)).to(torch.bfloat16)
     report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16))
     for plan in report.plans:

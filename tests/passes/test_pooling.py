@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir import dag
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.loops import INNER, resized
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.fuse.cluster import plan
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify

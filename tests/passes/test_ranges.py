@@ -34,6 +34,10 @@ EXPECTED: dict[str, tuple[Callable[[Tensor], Tensor], Range]] = {
     "from below": (lambda x: some(x).clamp_min(4), (4, 7)),
     "from above": (lambda x: some(x).clamp_max(4), (2, 4)),
     "by fractions": (lambda x: some(x).float().clamp_min(7.5).to(torch.int64), (7, 8)),
+    "NaN, perhaps": (
+        lambda x: x.view(torch.float64).clamp(0, 3).to(torch.int64),
+        (LIMITS.min, LIMITS.max),
+    ),
     "sum": (lambda x: some(x) + 3, (5, 10)),
     "sum of two": (lambda x: torch.add(some(x), some(x), alpha=2), (6, 21)),
     "difference": (lambda x: some(x) - some(x), (-5, 5)),

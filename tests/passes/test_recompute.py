@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fusion_compiler as fc
-from fusion_compiler.capture import image_decompositions
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions import images
 from fusion_compiler.passes.rewrites import innermost_channels
 from tests.passes.test_innermost_channels import Net, expanding
 
@@ -18,7 +18,7 @@ def backward() -> FusionPlan:
     """The backward plan of a net with batch norms, ReLU and a grouped convolution, channels last."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(innermost_channels, "has_tensor_units", lambda x: x.dtype is torch.bfloat16)
-        patch.setattr(image_decompositions, "_on_gpu", lambda x: x.is_floating_point())
+        patch.setattr(images, "_on_gpu", lambda x: x.is_floating_point())
         model = Net(expanding(6, 3, nn.ReLU, width=144)).to(torch.bfloat16)
         report = fc.explain(model, torch.empty(256, 3, 28, 28, dtype=torch.bfloat16), device="h200")
     return report.plans[1]

@@ -16,10 +16,10 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.capture import make_backend
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.capture.capture import Capture
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.graph_pass import Level
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.views import is_view
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
 from fusion_compiler.passes.rewrites.contiguous import make_activations_contiguous
@@ -233,7 +233,8 @@ def _notes_of(name: str, *, dynamic: bool | None = None, **extra: torch.Tensor) 
         notes.extend(info.rewrites)
         return make_boxed_func(gm.forward)
 
-    backend = make_backend(keep, rewrites=passes_at(Level.ABOVE_AUTOGRAD), decompositions=decomposition_table)
+    rewrites = passes_at(Level.ABOVE_AUTOGRAD)
+    backend = Capture(keep, rewrites=rewrites, decompositions=decomposition_table).backend
     with torch.no_grad():
         got = torch.compile(model, backend=backend, dynamic=dynamic)(**batch)
         want = model(**batch)

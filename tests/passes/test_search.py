@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.fuse.candidates import Candidates
 from fusion_compiler.passes.fuse.recompute import merge_and_recompute
 from fusion_compiler.passes.fuse.search import MOST_READERS, Search, _outward

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir import dag, layout
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.loops import COLS, INNER, LoopNest, Reduce, resized, symbols_of
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.passes.fuse.legality import LAWS, schedule
 from fusion_compiler.passes.lower.index_splits import index_splits_of

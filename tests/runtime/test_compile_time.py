@@ -25,7 +25,7 @@ def test_a_stage_within_another_is_counted_once(monkeypatch: pytest.MonkeyPatch)
     def work(seconds: float) -> None:
         now[0] += seconds
 
-    inner = stages.during("inner", work)
+    inner = stages.of("inner")(work)
     work(100)
     with stages.of("outer"):
         work(1)

@@ -19,9 +19,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils import _pytree as pytree
 
 import fusion_compiler as fc
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.errors import FusionWarning
 from fusion_compiler.ir.graph_info import Phase
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.runtime.cuda_graphs import Form, refusal
 from fusion_compiler.stitch.higher_order import Lowered, lowered
 

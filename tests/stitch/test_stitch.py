@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.views import reinterpreted, restrided
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
 from fusion_compiler.stitch.order import Step, curve, ordered, sparkline
 from fusion_compiler.stitch.stitch import stitch, subgraph

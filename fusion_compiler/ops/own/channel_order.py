@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-NAME = "fusion_compiler::to_memory_format"
-torch.library.define(NAME, "(Tensor input, MemoryFormat memory_format) -> Tensor")
-to_memory_format = torch.ops.fusion_compiler.to_memory_format.default
+from fusion_compiler.ops.own.define import define
 
 
 def copy_in_order(x: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -47,6 +45,10 @@ def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return with_dimensions(gradient, ctx.dims), None
 
 
-torch.library.impl(NAME, "CompositeExplicitAutograd")(copy_in_order)
-torch.library.register_fake(NAME)(copy_in_order)
-torch.library.register_autograd(NAME, _gradient, setup_context=_save)
+to_memory_format = define(
+    "to_memory_format",
+    "(Tensor input, MemoryFormat memory_format) -> Tensor",
+    copy_in_order,
+    gradient=_gradient,
+    save=_save,
+)

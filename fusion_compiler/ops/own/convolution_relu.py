@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME = "fusion_compiler::convolution_relu"
-torch.library.define(
-    NAME,
-    "(Tensor input, Tensor weight, Tensor? bias, Tensor? addend, SymInt[] stride, SymInt[] padding, "
-    "SymInt[] dilation) -> Tensor",
-)
-
-convolution_relu = torch.ops.fusion_compiler.convolution_relu.default
+from fusion_compiler.ops.own.define import define
 
 
 def _written_out(
@@ -40,8 +33,12 @@ def _written_out(
     return torch.relu(result if addend is None else result + addend)
 
 
-torch.library.impl(NAME, "CompositeExplicitAutograd")(_written_out)
-torch.library.register_fake(NAME)(_written_out)
+convolution_relu = define(
+    "convolution_relu",
+    "(Tensor input, Tensor weight, Tensor? bias, Tensor? addend, SymInt[] stride, SymInt[] padding, "
+    "SymInt[] dilation) -> Tensor",
+    _written_out,
+)
 
 
 def is_one_kernel() -> bool:
@@ -49,7 +46,7 @@ def is_one_kernel() -> bool:
     return torch.version.hip is None and torch._C._get_cudnn_enabled()
 
 
-@torch.library.impl(NAME, "CUDA")
+@torch.library.impl("fusion_compiler::convolution_relu", "CUDA")
 def _run(input: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None, *sizes: Any) -> Tensor:
     """Return the result on a GPU. The sum is rounded once, behind ReLU."""
     if not is_one_kernel():

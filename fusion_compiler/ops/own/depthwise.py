@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fusion_compiler.ops.own.channel_order import order_of_result
+from fusion_compiler.ops.own.define import define
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of which a library's results lie as these do
 
@@ -93,20 +94,20 @@ def _empty_weight(gradient: Tensor, x: Tensor, kernel: Sequence[int], *_: object
     return _empty((x.shape[1], 1, *kernel), gradient, x)
 
 
-def _define(name: str, operands: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> OpOverload:
-    """Define an operator; return its overload."""
-    torch.library.define(f"fusion_compiler::{name}", f"({operands}, {_GEOMETRY}) -> Tensor")
-    torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
-    torch.library.register_fake(f"fusion_compiler::{name}")(fake)
-    return getattr(torch.ops.fusion_compiler, name).default
-
-
-depthwise = _define("depthwise", "Tensor x, Tensor weight", _convolve, _empty_result)
-depthwise_input_gradient = _define(
-    "depthwise_input_gradient", "Tensor gradient, Tensor weight, SymInt[] size", _input_gradient, _empty_input
+depthwise = define(
+    "depthwise", f"(Tensor x, Tensor weight, {_GEOMETRY}) -> Tensor", _convolve, _empty_result
 )
-depthwise_weight_gradient = _define(
-    "depthwise_weight_gradient", "Tensor gradient, Tensor x, SymInt[] kernel", _weight_gradient, _empty_weight
+depthwise_input_gradient = define(
+    "depthwise_input_gradient",
+    f"(Tensor gradient, Tensor weight, SymInt[] size, {_GEOMETRY}) -> Tensor",
+    _input_gradient,
+    _empty_input,
+)
+depthwise_weight_gradient = define(
+    "depthwise_weight_gradient",
+    f"(Tensor gradient, Tensor x, SymInt[] kernel, {_GEOMETRY}) -> Tensor",
+    _weight_gradient,
+    _empty_weight,
 )
 # The functions behind the operators: to call them costs the host less than PyTorch's dispatcher does.
 CALLS: dict[OpOverload, Callable[..., Tensor]] = {

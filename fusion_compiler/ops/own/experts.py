@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME = "fusion_compiler::expert_mm"
-torch.library.define(NAME, "(Tensor rows, Tensor matrices, Tensor expert) -> Tensor")
-
-expert_mm = torch.ops.fusion_compiler.expert_mm.default
+from fusion_compiler.ops.own.define import define
 
 
 def _empty(like: Tensor, count: int, width: int) -> Tensor:
@@ -24,7 +21,6 @@ def _empty(like: Tensor, count: int, width: int) -> Tensor:
     return like.new_empty_strided((count, width), (-(-width // word) * word, 1))
 
 
-@torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
     """Return [S, n]: rows[r] @ matrices[expert[r]]. rows: [S, k], matrices: [E, k, n], both of one float
     dtype, expert: int64 [S] within 0 <= e < E."""
@@ -36,6 +32,8 @@ def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
     return _empty(products, *products.shape).index_copy_(0, order, products)
 
 
-@torch.library.register_fake(NAME)
 def _fake(rows: Tensor, matrices: Tensor, expert: Tensor) -> Any:
     return _empty(rows, rows.shape[0], matrices.shape[-1])
+
+
+expert_mm = define("expert_mm", "(Tensor rows, Tensor matrices, Tensor expert) -> Tensor", _run, _fake)

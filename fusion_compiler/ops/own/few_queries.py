@@ -1,6 +1,7 @@
 """Define attention of few queries, which takes as long as its keys and values are read.
 
-This is one operator, so that a graph says so until `capture.few_queries` writes it out in chunks of keys.
+This is one operator, so that a graph says so until `ops.decompositions.few_queries` writes it out in
+chunks of keys.
 """
 
 from __future__ import annotations
@@ -11,16 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME = "fusion_compiler::attend"
-torch.library.define(
-    NAME,
-    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int chunk, float? capped) -> Tensor",
-)
-
-attend = torch.ops.fusion_compiler.attend.default
+from fusion_compiler.ops.own.define import define
 
 
-@torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _run(
     query: Tensor,
     key: Tensor,
@@ -44,6 +38,13 @@ def _run(
     return (weights @ value.float()).to(query.dtype)
 
 
-@torch.library.register_fake(NAME)
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+attend = define(
+    "attend",
+    "(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, int chunk, float? capped) -> Tensor",
+    _run,
+    _fake,
+)

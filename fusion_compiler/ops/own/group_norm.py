@@ -12,20 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME, BACKWARD = "fusion_compiler::group_norm", "fusion_compiler::group_norm_backward"
-torch.library.define(
-    NAME,
-    "(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor, Tensor)",
-)
+from fusion_compiler.ops.own.define import define
 
-torch.library.define(
-    BACKWARD,
-    "(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, bool[3] mask)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-
-group_norm = torch.ops.fusion_compiler.group_norm.default
-group_norm_backward = torch.ops.fusion_compiler.group_norm_backward.default
 _aten = torch.ops.aten
 
 
@@ -34,7 +22,6 @@ def sizes(x: Tensor) -> tuple[int, int, int]:
     return x.shape[0], x.shape[1], math.prod(x.shape[2:])
 
 
-@torch.library.impl(NAME, "CompositeExplicitAutograd")
 def _run(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +29,6 @@ def _run(
     return torch.empty_like(x).copy_(out), mean, rstd
 
 
-@torch.library.register_fake(NAME)
 def _fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +36,6 @@ def _fake(
     return torch.empty_like(x), statistics, torch.empty_like(statistics)
 
 
-@torch.library.impl(BACKWARD, "CompositeExplicitAutograd")
 def _run_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     mean, rstd, weight, groups, mask = rest
     plain, ordered = grad.contiguous(), x.contiguous()
@@ -61,7 +46,6 @@ def _run_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return none if dx is None else torch.empty_like(x).copy_(dx), *(none if t is None else t for t in others)
 
 
-@torch.library.register_fake(BACKWARD)
 def _fake_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *_, weight, _, mask = rest
     channels = x.new_empty(x.shape[1]) if weight is None else torch.empty_like(weight)
@@ -81,4 +65,18 @@ def _gradient(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None,
     return *(t if on else None for t, on in zip(gradients, ctx.mask, strict=True)), None, None
 
 
-torch.library.register_autograd(NAME, _gradient, setup_context=_saved)
+group_norm = define(
+    "group_norm",
+    "(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) -> (Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+    gradient=_gradient,
+    save=_saved,
+)
+group_norm_backward = define(
+    "group_norm_backward",
+    "(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, bool[3] mask)"
+    " -> (Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)

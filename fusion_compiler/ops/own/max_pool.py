@@ -21,20 +21,11 @@ from torch._meta_registrations import pooling_output_shape
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 
+from fusion_compiler.ops.own.define import define
+
 aten = torch.ops.aten
 NOWHERE = -(1 << 12)  # with any number added no element's number
-NAME, BACKWARD = "fusion_compiler::max_pool", "fusion_compiler::max_pool_backward"
-MAXIMA, PLACES = "fusion_compiler::max_pool_maxima", "fusion_compiler::max_pool_places"
 _GEOMETRY = "int[2] kernel, int[2] stride, int[2] padding, bool ceil_mode"
-torch.library.define(NAME, f"(Tensor input, {_GEOMETRY}) -> (Tensor, Tensor)")
-torch.library.define(MAXIMA, f"(Tensor input, {_GEOMETRY}) -> Tensor")
-torch.library.define(PLACES, f"(Tensor input, {_GEOMETRY}) -> Tensor")
-torch.library.define(BACKWARD, f"(Tensor grad, Tensor taken, int[2] image, {_GEOMETRY}) -> Tensor")
-
-max_pool = torch.ops.fusion_compiler.max_pool.default
-maxima = torch.ops.fusion_compiler.max_pool_maxima.default
-places = torch.ops.fusion_compiler.max_pool_places.default
-max_pool_backward = torch.ops.fusion_compiler.max_pool_backward.default
 
 
 @dataclass(frozen=True)
@@ -156,10 +147,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(output[1])
 
 
-for _name, _formula in ((NAME, _both), (MAXIMA, _maxima), (PLACES, _places), (BACKWARD, _sent_back)):
-    torch.library.impl(_name, "CompositeExplicitAutograd")(_formula)
-    torch.library.register_fake(_name)(_formula)
-torch.library.register_autograd(NAME, _gradient, setup_context=_save)
+_SCHEMA = f"(Tensor input, {_GEOMETRY}) -> "
+maxima = define("max_pool_maxima", f"{_SCHEMA}Tensor", _maxima)
+places = define("max_pool_places", f"{_SCHEMA}Tensor", _places)
+max_pool = define("max_pool", f"{_SCHEMA}(Tensor, Tensor)", _both, gradient=_gradient, save=_save)
+max_pool_backward = define(
+    "max_pool_backward", f"(Tensor grad, Tensor taken, int[2] image, {_GEOMETRY}) -> Tensor", _sent_back
+)
 
 OPERATORS = (max_pool, maxima, places, max_pool_backward)
 FORMULAS: dict[OpOverload, Callable[..., Any]] = {max_pool: _both, max_pool_backward: _sent_back}

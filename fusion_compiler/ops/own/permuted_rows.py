@@ -11,10 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAME = "fusion_compiler::permuted_rows"
-torch.library.define(NAME, "(Tensor source, Tensor order, Tensor inverse, int share) -> Tensor")
-
-permuted_rows = torch.ops.fusion_compiler.permuted_rows.default
+from fusion_compiler.ops.own.define import define
 
 
 def lookup(source: Tensor, order: Tensor, inverse: Tensor, share: int) -> Tensor:
@@ -22,9 +19,6 @@ def lookup(source: Tensor, order: Tensor, inverse: Tensor, share: int) -> Tensor
     <= i < S once, inverse: int64 [S], the place of each i in order."""
     return torch.ops.aten.index.Tensor(source, [order if share == 1 else order // share])
 
-
-torch.library.impl(NAME, "CompositeExplicitAutograd")(lookup)
-torch.library.register_fake(NAME)(lookup)
 
 
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -38,4 +32,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return gradient if ctx.share == 1 else gradient.unflatten(0, (-1, ctx.share)).sum(1), None, None, None
 
 
-torch.library.register_autograd(NAME, _gradient, setup_context=_saved)
+permuted_rows = define(
+    "permuted_rows",
+    "(Tensor source, Tensor order, Tensor inverse, int share) -> Tensor",
+    lookup,
+    gradient=_gradient,
+    save=_saved,
+)

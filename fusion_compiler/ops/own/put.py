@@ -12,15 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-torch.library.define(
-    "fusion_compiler::put_",
-    "(Tensor(a!) self, Tensor view, Tensor source, Tensor?[]? indices=None) -> Tensor(a!)",
-)
-
-put = torch.ops.fusion_compiler.put_.default
+from fusion_compiler.ops.own.define import define
 
 
-@torch.library.impl("fusion_compiler::put_", "CompositeExplicitAutograd")
 def _put(
     self: torch.Tensor,
     view: torch.Tensor,
@@ -36,11 +30,9 @@ def _put(
     return self
 
 
-@torch.library.register_fake("fusion_compiler::put_")
-def _put_fake(
-    self: torch.Tensor,
-    view: torch.Tensor,
-    source: torch.Tensor,
-    indices: Sequence[torch.Tensor | None] | None = None,
-) -> torch.Tensor:
-    return self
+put = define(
+    "put_",
+    "(Tensor(a!) self, Tensor view, Tensor source, Tensor?[]? indices=None) -> Tensor(a!)",
+    _put,
+    lambda self, *_, **__: self,
+)

@@ -18,31 +18,22 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-# The seed keeps PyTorch's RNG tag so that no pass shares, drops or repeats a draw.
-torch.library.define(
-    "fusion_compiler::seed", "(Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
-)
-torch.library.define("fusion_compiler::uniform", "(Tensor seed, SymInt[] shape, int salt) -> Tensor")
+from fusion_compiler.ops.own.define import define
 
-seed = torch.ops.fusion_compiler.seed.default
-uniform = torch.ops.fusion_compiler.uniform.default
+# The seed keeps PyTorch's RNG tag so that no pass shares, drops or repeats a draw.
+seed = define(
+    "seed",
+    "(Device device) -> Tensor",
+    lambda device: torch.empty(1, dtype=torch.int64, device=device).random_(),
+    lambda device: torch.empty(1, dtype=torch.int64, device=device),
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-@torch.library.impl("fusion_compiler::seed", "CompositeExplicitAutograd")
-def _seed(device: torch.device) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.int64, device=device).random_()
-
-
-@torch.library.register_fake("fusion_compiler::seed")
-def _seed_fake(device: torch.device) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.int64, device=device)
-
-
-@torch.library.impl("fusion_compiler::uniform", "CompositeExplicitAutograd")
 def _uniform(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.Tensor:
     """Return uniform float32 numbers: element i of the contiguous result is lane i % 4 of counter (i // 4,
     salt)."""
@@ -54,9 +45,12 @@ def _uniform(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.Tenso
     return (upper.to(torch.float32) * 2**-24).reshape(tuple(shape))
 
 
-@torch.library.register_fake("fusion_compiler::uniform")
-def _uniform_fake(seed: torch.Tensor, shape: Sequence[int], salt: int) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=torch.float32, device=seed.device)
+uniform = define(
+    "uniform",
+    "(Tensor seed, SymInt[] shape, int salt) -> Tensor",
+    _uniform,
+    lambda seed, shape, salt: torch.empty(tuple(shape), dtype=torch.float32, device=seed.device),
+)
 
 
 def philox(seed: torch.Tensor, counter: torch.Tensor, salt: int) -> tuple[torch.Tensor, ...]:

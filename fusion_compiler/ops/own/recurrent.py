@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from fusion_compiler.errors import LostRecordError
+from fusion_compiler.ops.own.define import define
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 LAYERS = frozenset(name for kind in KINDS for name in (kind, f"{kind}_backward"))
@@ -231,19 +232,22 @@ def _gradient(kind: str, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
 
 
 def _define(kind: str) -> None:
-    forward, backward = f"fusion_compiler::{kind}", f"fusion_compiler::{kind}_backward"
-    drawn = (torch.Tag.nondeterministic_seeded,)  # dropout between the layers
-    torch.library.define(forward, f"(Tensor[] operands, {_SETTING}) -> Tensor[]", tags=drawn)
-    arguments = "Tensor record, Tensor?[] gradients, Tensor[] results, Tensor[] operands"
-    torch.library.define(backward, f"({arguments}, {_SETTING}) -> Tensor[]")
-    runs: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-        (forward, _run, _fake),
-        (backward, _run_backward, _fake_backward),
+    define(
+        kind,
+        f"(Tensor[] operands, {_SETTING}) -> Tensor[]",
+        functools.partial(_run, kind),
+        functools.partial(_fake, kind),
+        tags=(torch.Tag.nondeterministic_seeded,),  # dropout between the layers
+        gradient=functools.partial(_gradient, kind),
+        save=_save,
     )
-    for name, run, fake in runs:
-        torch.library.impl(name, "CompositeExplicitAutograd")(functools.partial(run, kind))
-        torch.library.register_fake(name)(functools.partial(fake, kind))
-    torch.library.register_autograd(forward, functools.partial(_gradient, kind), setup_context=_save)
+    define(
+        f"{kind}_backward",
+        "(Tensor record, Tensor?[] gradients, Tensor[] results, Tensor[] operands, "
+        f"{_SETTING}) -> Tensor[]",
+        functools.partial(_run_backward, kind),
+        functools.partial(_fake_backward, kind),
+    )
 
 
 for _kind in KINDS:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+
+from fusion_compiler.ops.own.define import define
 
 _CALLS = {"largest": torch.cummax, "smallest": torch.cummin}
 
 
-def _define(name: str, call: str, result: int) -> None:
-    torch.library.define(f"fusion_compiler::{name}", "(Tensor self, int dim) -> Tensor")
-
+def _define(name: str, call: str, result: int) -> OpOverload:
     def run(x: Tensor, dim: int) -> Tensor:
         return _CALLS[call](x, dim)[result]
 
@@ -22,15 +23,10 @@ def _define(name: str, call: str, result: int) -> None:
         dtype = torch.int64 if result else x.dtype
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
-    torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
-    torch.library.register_fake(f"fusion_compiler::{name}")(fake)
+    return define(name, "(Tensor self, int dim) -> Tensor", run, fake)
 
 
-for _call in _CALLS:
-    _define(f"running_{_call}", _call, 0)
-    _define(f"where_{_call}", _call, 1)
-
-largest = torch.ops.fusion_compiler.running_largest.default
-smallest = torch.ops.fusion_compiler.running_smallest.default
-where_largest = torch.ops.fusion_compiler.where_largest.default
-where_smallest = torch.ops.fusion_compiler.where_smallest.default
+largest = _define("running_largest", "largest", 0)
+smallest = _define("running_smallest", "smallest", 0)
+where_largest = _define("where_largest", "largest", 1)
+where_smallest = _define("where_smallest", "smallest", 1)

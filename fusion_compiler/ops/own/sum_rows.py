@@ -13,27 +13,22 @@ import math
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-_REDUCES = {
-    "sum_rows": ("sum", 0.0),
-    "largest_rows": ("amax", -math.inf),
-    "smallest_rows": ("amin", math.inf),
-}
-
+from fusion_compiler.ops.own.define import define
 
 _SCHEMA = (
     "(Tensor rows, Tensor? order, Tensor? first, Tensor last, int each=1, int unit=1, int block=0) -> Tensor"
 )
 
 
-def _define(name: str, reduce: str, neutral: float) -> None:
-    """Define an operator.
+def _define(name: str, reduce: str, neutral: float) -> OpOverload:
+    """Define an operator, and return it.
 
     rows: [N, C] of a float dtype, order: int64 [P], each of 0 <= i < N * each, or None for 0, 1, ...,
     first and last: int64 [R] -> [R, C]: result[r] is what rows[order[j] // each] come to over the places j of
     `ends`, sums in float32 at least; `neutral` where there is none.
     """
-    torch.library.define(f"fusion_compiler::{name}", _SCHEMA)
 
     def run(
         rows: Tensor, order: Tensor | None, first: Tensor | None, last: Tensor,
@@ -52,8 +47,7 @@ def _define(name: str, reduce: str, neutral: float) -> None:
     def fake(rows: Tensor, order: object, first: object, last: Tensor, *_: int) -> Tensor:
         return rows.new_empty((last.shape[0], rows.shape[1]))
 
-    torch.library.impl(f"fusion_compiler::{name}", "CompositeExplicitAutograd")(run)
-    torch.library.register_fake(f"fusion_compiler::{name}")(fake)
+    return define(name, _SCHEMA, run, fake)
 
 
 def ends(first: Tensor | None, last: Tensor, unit: int, block: int) -> tuple[Tensor, Tensor]:
@@ -74,10 +68,7 @@ def up(places: Tensor, unit: int) -> Tensor:
     return (places + (unit - 1)) // unit
 
 
-for _name, (_reduce, _neutral) in _REDUCES.items():
-    _define(_name, _reduce, _neutral)
-
-sum_rows = torch.ops.fusion_compiler.sum_rows.default
-largest_rows = torch.ops.fusion_compiler.largest_rows.default
-smallest_rows = torch.ops.fusion_compiler.smallest_rows.default
+sum_rows = _define("sum_rows", "sum", 0.0)
+largest_rows = _define("largest_rows", "amax", -math.inf)
+smallest_rows = _define("smallest_rows", "amin", math.inf)
 COMBINES = {sum_rows: "sum", largest_rows: "max", smallest_rows: "min"}

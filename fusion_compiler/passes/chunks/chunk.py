@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, emit, fake_mode, hinted
+from fusion_compiler.capture.graphs import ancestors, emit, fake_mode
 from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.passes.chunks.body import chunked
 from fusion_compiler.passes.chunks.generated import number_in, of_sizes
 from fusion_compiler.passes.chunks.linear import linear

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from fusion_compiler.ir.chunks import Chunked
@@ -10,8 +9,8 @@ from fusion_compiler.ir.dag import Op
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.own.random import seed
 from fusion_compiler.ops.own.recurrent import OPERATORS
-from fusion_compiler.ops.schema import CONTROL_FLOW
-from fusion_compiler.ops.table import Kind
+from fusion_compiler.ops.schema import CONTROL_FLOW, WRITE_BACK
+from fusion_compiler.ops.table import SORTS, Kind
 from fusion_compiler.patterns import USER_NAMESPACE
 
 # Data decides which places these write, and how often.
@@ -19,9 +18,6 @@ SCATTERS = frozenset({
     "index_put", "index_add", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
     "embedding_dense_backward",
 })  # fmt: skip
-
-# These sort sums of rows (`ops/own/sum_rows.py`). A sort that is not asked to be stable needs a kernel.
-SORTS = (torch.ops.aten.sort.stable, torch.ops.aten.searchsorted.Tensor)
 
 
 def library_call(op: Op) -> str | None:
@@ -46,7 +42,7 @@ def library_call(op: Op) -> str | None:
         return "a kernel of the user's"
     if target is not put and target.namespace not in ("aten", "prims"):
         return f"an operator of {target.namespace}, not of PyTorch"
-    if target is torch.ops.aten.copy_.default:
+    if target is WRITE_BACK:
         return "writes a result into an argument of the graph"
     if target is put:
         return "writes into memory that exists, at places that no kernel of ours counts"

@@ -115,7 +115,11 @@ class _Ranges:
 
         def operand(argument: str) -> Range | None:
             value = op.arguments[argument]
-            return self.of(value.name, depth - 1) if isinstance(value, Ref) else (value, value)
+            if not isinstance(value, Ref):
+                return value, value
+            range_, dtype = self.of(value.name, depth - 1), self.dag.op(value.name).outputs[0].dtype
+            may_be_nan = dtype.is_floating_point and range_ == range_of_dtype(dtype)
+            return None if may_be_nan else range_  # no clamp bounds the integer that NaN becomes
 
         arguments = {name: _argument(name, value) for name, value in op.arguments.items()}
         return evaluated(spec.applied(spec.expr, arguments), operand)

@@ -28,12 +28,11 @@ from fusion_compiler.ir.loops import (
     axes_of,
     exact,
 )
-from fusion_compiler.ir.writes import indexed
 from fusion_compiler.ops.arithmetic import ADD, FLOOR_DIVIDE, LT, MINIMUM, MUL
 from fusion_compiler.ops.own import sum_rows
 from fusion_compiler.ops.syntax import Literal, Name
 from fusion_compiler.ops.table import Form, form_of, spec_of
-from fusion_compiler.ops.views import Part, Selected, wrap
+from fusion_compiler.ops.views import Part, Selected, indexed, wrap
 from fusion_compiler.passes.lower import windows
 from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step

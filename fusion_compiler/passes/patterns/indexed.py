@@ -113,7 +113,7 @@ def arguments_of(op: Op, dag: OpDag, uncompared: Collection[str] = UNCOMPARED) -
         if argument.name in DIMENSIONS and value is not None:
             value = _from_end(value, rank)
         named[argument.name] = value
-    if target is aten.slice.Tensor and "size" in uncompared:
+    if target._opname == "slice" and "size" in uncompared:
         named |= _slice_bounds(named, shape)
     return named
 

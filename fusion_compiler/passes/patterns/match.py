@@ -104,39 +104,59 @@ def match_all(
     """
     patterns = tuple(patterns)
     graph = Indexed(dag, strict=any(traced.recorded for traced in patterns))
-    owner: dict[str, Match] = {}
+    search = _Search(graph, exact, watched)
     matches: list[Match] = []
     declined: list[Match] = []
     lost: list[Lost] = []
     for traced in patterns:
-        if not traced.saved and not traced.operators <= graph.at.keys():
-            continue
-        rule, pattern = traced.pattern, traced.indexed
-        first = traced.root
-        for candidate in graph.at.get(pattern.key[first], ()):
-            if candidate in owner and rule not in watched and owner[candidate].pattern not in watched:
-                continue
-            if _reads_others(traced, first, graph, candidate):
-                continue
-            match = _match_at(traced, graph, first, candidate, exact)
-            if match is None:
-                continue
-            op = next((op for op in match.ops if op in owner), None)
-            if op is not None and (
-                owner[op].pattern is rule or (rule not in watched and owner[op].pattern not in watched)
-            ):
-                continue
-            wanted = accepts(match) if accepts else is_wanted(rule, match.inputs, dag, origins)
+        for match, op in search.matches(traced):
+            wanted = accepts(match) if accepts else is_wanted(traced.pattern, match.inputs, dag, origins)
             if isinstance(wanted, str):
                 match, wanted = replace(match, refused=wanted), False
             if op is not None:
-                lost += [Lost(match, owner[op], op)] if wanted else []
+                lost += [Lost(match, search.owner[op], op)] if wanted else []
             elif wanted:
-                owner.update(dict.fromkeys(match.ops, match))
+                search.owner.update(dict.fromkeys(match.ops, match))
                 matches.append(match)
             else:
                 declined.append(match)
     return MatchResult(tuple(matches), tuple(declined), tuple(lost), graph)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search finds patterns in one graph. owner: the match that has an op already, by the op."""
+
+    graph: Indexed
+    exact: bool
+    watched: Collection[Pattern]
+    owner: dict[str, Match] = field(default_factory=dict[str, Match])
+
+    def matches(self, traced: Traced) -> Iterator[tuple[Match, str | None]]:
+        """Yield the matches of a pattern, each with the first of its ops that has an owner.
+
+        Matches that overlap with an owner are left out unless the overlap is recorded.
+        """
+        if not traced.saved and not traced.operators <= self.graph.at.keys():
+            return
+        for candidate in self.graph.at.get(traced.indexed.key[traced.root], ()):
+            if candidate in self.owner and not self._is_watched(traced.pattern, candidate):
+                continue
+            if _reads_others(traced, traced.root, self.graph, candidate):
+                continue
+            match = _match_at(traced, self.graph, traced.root, candidate, self.exact)
+            if match is None:
+                continue
+            op = next((op for op in match.ops if op in self.owner), None)
+            if op is not None:
+                is_other = self.owner[op].pattern is not traced.pattern
+                if not (is_other and self._is_watched(traced.pattern, op)):
+                    continue
+            yield match, op
+
+    def _is_watched(self, pattern: Pattern, op: str) -> bool:
+        """True if overlaps of a pattern with the owner of an op are recorded."""
+        return pattern in self.watched or self.owner[op].pattern in self.watched
 
 
 def is_commutative(key: str, *calls: Mapping[str, object]) -> bool:

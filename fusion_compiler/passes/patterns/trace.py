@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion_compiler.capture.decompositions import decomposition_table
 from fusion_compiler.errors import InvalidPatternError
 from fusion_compiler.ir.dag import OpDag, build
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.patterns.indexed import Indexed, bare, computes
 from fusion_compiler.patterns import ClusterHint, Pattern
 

@@ -2,7 +2,8 @@
 
     embedding_bag(w, i, arange(0, n, k), mode="sum")   ->   embedding(w, i.view(-1, k)).sum(1)
 
-The gradient of such a sum is one row for each bag (`capture/rows_by_number.py`: `embedding_backward`).
+The gradient of such a sum is one row for each bag (`ops/decompositions/rows_by_number.py`:
+`embedding_backward`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from torch import fx
 from fusion_compiler.capture.graphs import (
     aliases,
     ancestors,
-    arguments,
     between,
     copied,
     emit,
@@ -26,7 +25,7 @@ from fusion_compiler.capture.graphs import (
     mutated_nodes,
     refuse_strides,
     trace_strides,
-    writes,
+    written_arguments,
 )
 from fusion_compiler.ir.dag import Ref, dim_of, step_of
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
@@ -307,21 +306,12 @@ def _is_apart(root: fx.Node, ops: Sequence[fx.Node], operands: Sequence[Any]) ->
     if any(not {*op.users} <= {*ops} for op in ops if op is not root):
         return False
     for op in ops:
-        for into in _written(op):
+        for into in written_arguments(op):
             is_outside = into in operands
             is_shown = into.op != "call_function" or is_view(into.target) or not {*into.users} <= {*ops}
             if is_outside and is_shown:
                 return False
     return True
-
-
-def _written(op: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a call writes into."""
-    if not writes(op.target):  # type: ignore[arg-type]
-        return []
-    named = arguments(op)
-    schema = op.target._schema.arguments  # type: ignore[union-attr]
-    return [named[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _is_overwritten(ops: Sequence[fx.Node], operands: Sequence[Any]) -> bool:

@@ -3,8 +3,8 @@
     sdpa(q, k, v, mask)   ->   attend(q, k, v, mask, scale, chunk)   (`ops/own/few_queries.py`)
 
 Such a call takes as long as keys and values are read. A library gives each head to a few programs, and a call
-with a mask to a kernel that is made for many queries. `capture.few_queries` writes the call out in as many
-chunks of keys as keep the entire device reading, and the planner makes two kernels of that.
+with a mask to a kernel that is made for many queries. `ops.decompositions.few_queries` writes the call out in
+as many chunks of keys as keep the entire device reading, and the planner makes two kernels of that.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, emit, hinted, is_trained, replaced_by
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, is_trained, replaced_by
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.few_queries import attend
 from fusion_compiler.ops.schema import is_view
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements

@@ -35,11 +35,10 @@ from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unuse
 from fusion_compiler.capture.memory import COPY, form_of, has_strides, place, root
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.decision import Decisions
-from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import written
+from fusion_compiler.ops.schema import draws, written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
 from fusion_compiler.ops.views import OVERLAYS
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited

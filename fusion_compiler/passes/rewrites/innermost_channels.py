@@ -4,10 +4,10 @@
 
 cuDNN's kernels for tensor units and for depthwise convolutions want channels last: given channels first, it
 copies the operands and the result of each convolution, or PyTorch takes slower kernels of its own. The order
-is decided for a net as a whole, by the times in `ir/convolution_times.py`. Element-wise operators, norms and
+is decided for a net as a whole, by the times in `ops/convolution_times.py`. Element-wise operators, norms and
 pooling hand the order of their operands on, so that only a net's first image, its weights and its results are
 copied. A pass of a convolution that is slower with channels last runs with channels first, between copies
-(`capture/image_decompositions.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
+(`ops/decompositions/images.py`), and groups that are slow in both orders are padded (`padded_groups.py`).
 Sequences, for which PyTorch has no such order, become images of one row.
 """
 
@@ -33,7 +33,9 @@ from fusion_compiler.capture.graphs import (
     stored_in_order,
     trace_again,
 )
-from fusion_compiler.ir.convolution_times import (
+from fusion_compiler.ir.decision import Decisions
+from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.convolution_times import (
     COPY,
     PASSES,
     Convolution,
@@ -42,8 +44,6 @@ from fusion_compiler.ir.convolution_times import (
     padding_refusal,
     shortest,
 )
-from fusion_compiler.ir.decision import Decisions
-from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.own.channel_order import dimensions_in_memory, to_memory_format
 from fusion_compiler.ops.own.group_norm import group_norm
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited, steps

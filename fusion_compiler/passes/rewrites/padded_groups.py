@@ -3,7 +3,7 @@
     conv2d(x, w, groups=g)   ->   cut(conv2d(pad(x), pad(w), groups=g))
 
 cuDNN's kernels for groups of 8, 16, 32 and 64 channels take a third of the time that groups of 24 take
-(`ir/convolution_times.py`). The padded channels of the result are zeros times zeros, and no other channel
+(`ops/convolution_times.py`). The padded channels of the result are zeros times zeros, and no other channel
 reads them, so that the values stay the same. The padding and the cut are element-wise: the kernel before
 stores padded channels, the kernel behind skips them, and autograd derives the same for the gradients.
 """
@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fusion_compiler.capture.graphs import arguments, emit
-from fusion_compiler.ir.convolution_times import Convolution
+from fusion_compiler.ops.convolution_times import Convolution
 
 _aten = torch.ops.aten
 RULE = "padded groups"

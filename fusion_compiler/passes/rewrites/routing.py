@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.capture.graphs import aliases, arguments, emit, fake_mode, size_of
-from fusion_compiler.ir.effects import draws
 from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ops.schema import draws
 
 _aten = torch.ops.aten
 Size = int | torch.SymInt

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, guard_bool
 
-from fusion_compiler.capture.graphs import arguments, hinted, is_trained
+from fusion_compiler.capture.graphs import arguments, is_trained
 from fusion_compiler.ir.dag import FEW_ROWS, ROW_RANGES, most_of, size_hints
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.dims import Hints, hint
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.products import factors_of
 from fusion_compiler.passes.rewrites.engine import Site, decided
 

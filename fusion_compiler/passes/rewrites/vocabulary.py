@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import hinted
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.passes.patterns.recorded import recomputed
 from fusion_compiler.passes.rewrites.engine import Rules, rule
 

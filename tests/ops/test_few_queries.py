@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler.capture.few_queries import in_chunks
+from fusion_compiler.ops.decompositions.few_queries import in_chunks
 from fusion_compiler.ops.own.few_queries import attend
 from fusion_compiler.passes.rewrites.few_queries import MOST_QUERIES
 from fusion_compiler.runtime.target import compile_for

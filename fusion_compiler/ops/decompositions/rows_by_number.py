@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.capture.graphs import hinted
-from fusion_compiler.ir.writes import indexed
+from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.sum_rows import largest_rows, smallest_rows, sum_rows
+from fusion_compiler.ops.views import indexed
 
 aten = torch.ops.aten
 
@@ -148,6 +148,29 @@ def _held(size: Any) -> torch.dtype:
     if not isinstance(size, int):
         return torch.int64
     return next((d for d in (torch.int16, torch.int32) if size < torch.iinfo(d).max), torch.int64)
+
+
+def checked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return (0, 1, ... size - 1; numbers) of a call that checks numbers before they are sorted; None for any
+    other call.
+
+    Numbers that are not negative are checked by `gather`, and others by `index`, for which negative ones wrap
+    around. Numbers that `gather` has checked do not wrap around, so it can take the place of `index`.
+    """
+    count = node.args[0] if node.args and node.target in _CHECKS else None
+    if not isinstance(count, fx.Node) or count.target is not aten.arange.default:
+        return None
+    numbers: Any = node.args[2] if node.target is aten.gather.default else node.args[1][0]  # type: ignore[index]
+    return (count, numbers) if len(node.args) < 4 and numbers.meta["val"].ndim == 1 else None
+
+
+def check_as(first: fx.Node, node: fx.Node) -> None:
+    """Let `first`, a call that is equal to `node`, refuse the numbers that `node` refuses; in place."""
+    if node.target is aten.gather.default is not first.target:
+        first.target, first.args = node.target, (node.args[0], 0, first.args[1][0])  # type: ignore[index]
+
+
+_CHECKS = (aten.gather.default, aten.index.Tensor)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_compiler.ir.convolution_times import (
+from fusion_compiler.ops.convolution_times import (
     MEASURED,
     PASSES,
     WIDTHS,

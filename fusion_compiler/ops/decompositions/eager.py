@@ -20,7 +20,7 @@ from torch._prims_common import (
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._mode_utils import no_dispatch
 
-from fusion_compiler.ir.eager_checks import checks_of, refuses
+from fusion_compiler.ops.eager_checks import checks_of, refuses
 
 aten = torch.ops.aten
 

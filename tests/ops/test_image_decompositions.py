@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusion_compiler.capture import image_decompositions
-from fusion_compiler.capture.image_decompositions import TABLE
+from fusion_compiler.ops.decompositions import images
+from fusion_compiler.ops.decompositions.images import TABLE
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.passes.rewrites.pools import GLOBAL_AVERAGE_POOL
 from tests.convolutions import Depthwise, depthwise_cases
@@ -170,7 +170,7 @@ def test_each_pass_runs_in_its_faster_order_and_returns_its_operands(
 ) -> None:
     """faster: the passes that are faster with channels last."""
     monkeypatch.setattr(
-        image_decompositions, "faster_is_last", lambda shape, name, last: name in faster.split()
+        images, "faster_is_last", lambda shape, name, last: name in faster.split()
     )
     args = [
         torch.randn(shape, dtype=torch.bfloat16).contiguous(memory_format=given)
@@ -267,7 +267,7 @@ def test_each_depthwise_pass_runs_in_its_faster_order(
     last: bool, faster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """faster: the passes that are faster with channels last."""
-    monkeypatch.setattr(image_decompositions, "faster_is_last", lambda shape, name, _: name in faster.split())
+    monkeypatch.setattr(images, "faster_is_last", lambda shape, name, _: name in faster.split())
     case = Depthwise(2, 4, (7, 9), (3, 3), (2, 1), (1, 1), (1, 1), (last, last, last), 0)
     args = case.tensors(torch.bfloat16)
 

@@ -19,9 +19,11 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fusion_compiler.ir.convolution_times import convolution_of, faster_is_last
+from fusion_compiler.ops.convolution_times import convolution_of, faster_is_last
+from fusion_compiler.ops.decompositions.tensors import on_gpu, widened
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.own.channel_order import copy_in_order, order_of_result, to_memory_format
+from fusion_compiler.ops.schema import HALVES
 
 aten = torch.ops.aten
 
@@ -29,7 +31,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.is_floating_point()
+    return on_gpu(x) and x.is_floating_point()
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
@@ -117,7 +119,7 @@ def _depthwise_gradients(
 
 def _bias_gradient(gradient: Tensor) -> Tensor:
     dims = [d for d in range(gradient.ndim) if d != 1]
-    half = gradient.dtype in (torch.float16, torch.bfloat16)
+    half = gradient.dtype in HALVES
     return torch.sum(gradient, dims, dtype=torch.float32 if half else None).to(gradient.dtype)
 
 
@@ -127,7 +129,7 @@ def _faster_order(
     """Return the order in which to run a pass whose operands and result are to lie in `order`."""
     stride, _, dilation, transposed, _, groups = geometry
     shape = None
-    if x.dtype in (torch.float16, torch.bfloat16) and not transposed:
+    if x.dtype in HALVES and not transposed:
         shape = convolution_of(x.shape, weight.shape, stride, dilation, groups)
     if shape is None:
         return order
@@ -166,8 +168,7 @@ def nearest_backward(
     if not divides or stated != factors or any(f & (f - 1) for f in factors):
         return NotImplemented
     blocks = [n for size, factor in zip(sizes, factors, strict=True) for n in (size, factor)]
-    half = gradient.dtype in (torch.float16, torch.bfloat16)
-    wide = gradient.reshape([*input_size[:2], *blocks]).to(torch.float32 if half else gradient.dtype)
+    wide = widened(gradient.reshape([*input_size[:2], *blocks]))
     total = wide.sum(list(range(3, wide.ndim, 2))).to(gradient.dtype)
     return total.contiguous(memory_format=suggest_memory_format(gradient))
 

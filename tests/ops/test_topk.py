@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import fusion_compiler as fc
-from fusion_compiler.capture import decompositions
 from fusion_compiler.codegen.emit import schedules_of
 from fusion_compiler.ir.loops import ROWS, Reduce
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ops.decompositions import lookups, reductions
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,7 +35,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 @pytest.fixture
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take apart on this machine what is taken apart on a GPU."""
-    monkeypatch.setattr(decompositions, "on_gpu", lambda tensor: True)
+    for module in (reductions, lookups):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
 
 
 def checked(

@@ -18,7 +18,7 @@ from torch._C import DispatchKey
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.chunks import wide
+from fusion_compiler.ops.decompositions.tensors import widened
 from fusion_compiler.ops.own.recurrent import KINDS, recurrent
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def cumprod_backward(grad: Tensor, x: Tensor, dim: int, result: Tensor) -> Tenso
     op = aten.cumprod_backward.default
     if x.is_complex() or x.ndim == 0 or x.numel() == 0:
         return op._op_dk(DispatchKey.CompositeImplicitAutograd, grad, x, dim, result)
-    grad, factors, result = (t.to(wide(t.dtype)) for t in (grad, x, result))
+    grad, factors, result = (widened(t) for t in (grad, x, result))
     zeros = (factors == 0).cumsum(dim)
     before, at = zeros == 0, (factors == 0) & (zeros == 1)
     sums = torch.where(before, grad * result, 0.0).flip(dim).cumsum(dim).flip(dim)

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fusion_compiler as fc
-from fusion_compiler.capture import decompositions
-from fusion_compiler.capture.decompositions import decomposition_table
+from fusion_compiler.ops.decompositions import reductions
+from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.table import Kind, spec_of
 from tests.exactness import Compiled
 from tests.samples import opinfo_samples
@@ -450,11 +450,11 @@ COLUMNS = {
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_the_variance_of_large_columns_takes_one_reading(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a value near the mean: no second look at what no cache holds, and no digits lost."""
-    monkeypatch.setattr(decompositions, "LARGE", 1 << 12)
+    monkeypatch.setattr(reductions, "LARGE", 1 << 12)
     x = COLUMNS[kind](torch.randn(128, 5, 3, 7)).to(memory_format=torch.channels_last)
     fn = fc.compile(lambda x: torch.var_mean(x, (0, 2, 3)), backend="interpret", strict=True)
     (var, mean), (true_var, true_mean) = fn(x), torch.var_mean(x.double(), (0, 2, 3))
-    grown = decompositions.SAMPLE if kind == "far off" else 1  # what rounding errors grow by
+    grown = reductions.SAMPLE if kind == "far off" else 1  # what rounding errors grow by
     for ours, true, size in ((var, true_var, true_var), (mean, true_mean, true_mean.abs() + true_var.sqrt())):
         finite = true.isfinite()
         assert torch.equal(finite, ours.isfinite())
