@@ -1,4 +1,4 @@
-"""Name the operators that the compiler itself writes into loop nests and looks for in them, and the products.
+"""Name the operators that the compiler itself writes into loop nests and looks for in them.
 
 A name stands for all overloads of its row in the table: `ir.loops.applied` makes a node of the overload that
 stands here, and `ir.loops.is_applied` is true for any other one as well.
