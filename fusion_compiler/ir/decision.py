@@ -92,8 +92,9 @@ def apart(
 
 
 def texts_of(decisions: Iterable[Decision]) -> dict[str, str]:
-    """Return {rule: what it decided}, in the order of the rules' first decisions. Equal ones are counted."""
-    counts = Counter((d.rule, d.outcome, d.reason) for d in decisions)
+    """Return {rule: what it decided}, in the order of the rules' first decisions. Equal ones are counted, and
+    those that say nothing are left out."""
+    counts = Counter((d.rule, d.outcome, d.reason) for d in decisions if d.reason)
     texts: dict[str, list[str]] = {}
     for (rule, outcome, reason), times in counts.items():
         repeated = f" x{times}" if times > 1 else ""

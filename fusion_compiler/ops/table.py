@@ -639,7 +639,6 @@ _COPIES_AND_CONSTANTS = (
     *_elementwise(
         lambda self, **_: self,
         aten._to_copy.default,
-        aten.lift_fresh_copy.default,
         flops=0,
         keeps_zero=True,
         linear=_OF_SELF,

@@ -60,7 +60,11 @@ CALLS: dict[OpOverload, tuple[Any, ...]] = {
     aten.bmm.default: (x(2, 3, 4), x(2, 4, 2)),
     aten.baddbmm.default: (x(2), x(2, 3, 4), x(2, 4, 2)),
 }
-NEW = [s.target for s in OPS if s.form is Form.FILL and s.expr is not None]
+NEW = [
+    spec.target
+    for spec in OPS
+    if spec.form is Form.FILL and spec.expr is not None and spec.target is not aten.fill.Tensor
+]
 LINEAR = [*dict.fromkeys(spec.target for spec in OPS if spec.linear), *_SCATTERS]
 
 
