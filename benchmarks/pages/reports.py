@@ -1,7 +1,7 @@
 """The pages of docs/ that a report fills: what stands between their marks is written here.
 
 docs/data-movement.md: the analysis of Ivanov et al. (2021) for their encoder layer, beside their figures.
-docs/reading-a-plan.md: a plan, its missed fusions and answers, as `explain` prints them.
+docs/reading-a-plan.md: a plan and answers about it, as `explain` prints them.
 """
 
 from __future__ import annotations

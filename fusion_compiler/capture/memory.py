@@ -12,8 +12,7 @@ from torch import fx
 from fusion_compiler.capture.graphs import emit, erase_unused, fake_mode
 from fusion_compiler.ir.dag import dim_of
 from fusion_compiler.ir.layout import is_view_node
-
-COPY = torch.ops.aten.copy_.default
+from fusion_compiler.ops.schema import WRITE_BACK
 
 
 def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
@@ -23,7 +22,7 @@ def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
     argument's memory. shown: {position of a result: position of its argument}.
     """
     placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
-    copies = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=COPY)}
+    copies = {copy.args[0]: copy for copy in graph.find_nodes(op="call_function", target=WRITE_BACK)}
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for i, number in shown.items():
         views, base = [], results[i]
@@ -31,7 +30,7 @@ def show_arguments(graph: fx.Graph, shown: Mapping[int, int]) -> None:
             views.append(base)
             base = base.args[0]
         argument = copies.get(placeholders[number], placeholders[number])
-        if not views or base.op == "placeholder" or form_of(base) != form_of(argument):  # type: ignore[union-attr]
+        if not views or base.op == "placeholder" or metadata_of(base) != metadata_of(argument):  # type: ignore[union-attr]
             continue
         with graph.inserting_before(output):
             for view in reversed(views):
@@ -53,7 +52,8 @@ def has_strides(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def form_of(node: fx.Node) -> object:
+def metadata_of(node: fx.Node) -> object:
+    """Return the dtype, device, sizes and strides of a node's value; None for what is no strided tensor."""
     if not has_strides(node):
         return None
     value: torch.Tensor = node.meta["val"]

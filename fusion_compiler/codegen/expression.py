@@ -146,8 +146,9 @@ def _operand_dtype(
 ) -> torch.dtype:
     """Return the dtype to which an operand is converted."""
     if operands is Operands.OWN:
-        own = node.dtype if is_applied(node, WHERE) else source_dtype
-        return torch.bool if name == "condition" else own
+        if name == "condition":
+            return torch.bool
+        return node.dtype if is_applied(node, WHERE) else source_dtype
     return want
 
 

@@ -10,8 +10,8 @@ class FusionPlan(PlanData):
     """A plan has all decisions for one graph, and prints them."""
 
     def __str__(self) -> str:
-        """Return the text to show a colleague: totals, clusters, library calls, eager ops, largest
-        rejections."""
+        """Return the text to show a colleague: totals, clusters, library calls, eager ops, and the refusals
+        that cost most."""
         return plan_text.format_plan(self)
 
     def json(self) -> dict[str, object]:

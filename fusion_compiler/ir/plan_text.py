@@ -20,7 +20,7 @@ from fusion_compiler.ir.decision import LIBRARY_CALL, Decision, Decisions
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import GROUPS, INNER, TILE, axes_in
 from fusion_compiler.ir.plan_data import Cluster, PlanData
-from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.schema import runs_no_kernel, short_name
 
 SCHEMA = 2
 WIDTH = 110
@@ -85,7 +85,7 @@ def eager_ops(plan: PlanData) -> Decisions:
     return tuple(
         left
         for left in plan.leftovers
-        if left.rule != LIBRARY_CALL and not is_view(plan.dag.op(left.subject).target)
+        if left.rule != LIBRARY_CALL and not runs_no_kernel(plan.dag.op(left.subject).target)
     )
 
 
@@ -204,7 +204,7 @@ def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
 def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
     """Return the ops in short form, repeats counted, then the modules from which they come."""
     ops = [dag.op(name) for name in cluster.ops]
-    counts = Counter(short_name(op.target) for op in ops if not is_view(op.target))
+    counts = Counter(short_name(op.target) for op in ops if not runs_no_kernel(op.target))
     pattern = f"[{shortened(cluster.pattern, 30)}] " if cluster.pattern else ""
     modules = f"  @ {fitting(where, 50)}" if where else ""
     names = [name if number == 1 else f"{name} x{number}" for name, number in counts.items()]

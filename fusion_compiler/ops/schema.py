@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -30,7 +29,7 @@ _EFFECTS = (
 _SHORT = {"convert_element_type": "cast", "_to_copy": "cast"}
 
 
-def is_view(target: object) -> bool:
+def runs_no_kernel(target: object) -> bool:
     """True if eager runs the op without a kernel: a view of its input, or an element of a tuple."""
     if isinstance(target, OpOverload):
         return target.is_view or target is aten._unsafe_view.default
@@ -83,7 +82,7 @@ def draws(target: object) -> bool:
     return isinstance(target, OpOverload) and _draws(target)
 
 
-@functools.cache
+@cache
 def _draws(target: OpOverload) -> bool:
     takes_generator = any("Generator" in str(a.type) for a in target._schema.arguments)
     return takes_generator or torch.Tag.nondeterministic_seeded in target.tags

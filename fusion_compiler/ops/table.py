@@ -104,6 +104,9 @@ class OpSpec:
     special: how many of the slow-unit operations (exp, log, tanh, division, ...) it takes.
     fp16: a faster expression, right to 2^-15 relative: taken where all that comes of the result is
         stored in 16 bits.
+    bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
+        this result to bfloat16. What follows may cancel all but the error: of a result that eager
+        keeps in float32 (GELU's tanh) that would be seen.
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
         the operand rounds to decides (see `ir/reproducible.py`).
     operator: the first overload of the same row, which stands for all of them: aten.add.Tensor for
@@ -116,9 +119,6 @@ class OpSpec:
     selects_bits: its result has bits of its operands, perhaps moved down. It is almost free for bytes, since
         it vanishes if these become floats (`codegen/bits.py`).
     multiplies: its expression has a product, which compilers may fuse into a sum.
-    bf16: a faster one still, right to 2^-11 relative: taken where, besides, eager itself would round
-        this result to bfloat16. What follows may cancel all but the error: of a result that eager
-        keeps in float32 (GELU's tanh) that would be seen.
     form: how the result is lowered, unless it is `expr` of the operands at the same point.
     linear: groups of arguments, by name. While all other arguments stay the same, the result is a linear
         function of the arguments of a group together: a + b of both, a * b of either one.

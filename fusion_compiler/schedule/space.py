@@ -100,7 +100,8 @@ def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
     us |= {s: (ELSEWHERE + i * PLACE) * roofline.us(runs[s]) for i, s in enumerate(measured)}
     crowded = {s: run.registers if run.registers > MOST else 0.0 for s, run in runs.items()}
     measured_here = device.target in TARGETS and not all(crowded[s] for s in measured)
-    near = [s for s in measured if us[s] <= FAR * min(us.values())]
+    limit = FAR * min(us.values(), default=0.0)
+    near = [s for s in measured if us[s] <= limit]
     leaders = sorted(near, key=crowded.__getitem__) if measured_here else []
     ranked = sorted(us, key=lambda s: (crowded[s], us[s]))
     leaders = leaders or ranked[:LEADING]

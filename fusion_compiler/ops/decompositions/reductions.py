@@ -13,7 +13,6 @@ from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusion_compiler.ops.decompositions.tensors import (
-    axes_of,
     coordinates,
     count_of,
     on_gpu,
@@ -21,6 +20,7 @@ from fusion_compiler.ops.decompositions.tensors import (
     widened,
     zero_like,
 )
+from fusion_compiler.ops.dims import wrapped
 from fusion_compiler.ops.own import running
 
 aten = torch.ops.aten
@@ -37,14 +37,14 @@ LONGEST, LONGEST_ACROSS = 4096, 2048
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    dims = axes_of(x, dim)
+    dims = wrapped(dim, x.ndim)
     return (sum_over(widened(x), dims, keepdim) / count_of(x, dims)).to(x.dtype)
 
 
 def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    dims, wide = axes_of(x, dim), widened(x)
+    dims, wide = wrapped(dim, x.ndim), widened(x)
     count = count_of(x, dims)
     near = _near_mean(wide, dims)
     mean = sum_over(wide if near is None else wide - near, dims, True) / count
@@ -82,7 +82,8 @@ def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    wide, dims = widened(x if x.is_floating_point() else x.to(torch.get_default_dtype())), axes_of(x, dim)
+    wide = widened(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+    dims = wrapped(dim, x.ndim)
     if statically_known_true(count_of(x, dims) == 0):  # there is no largest
         nothing = torch.log(sum_over(torch.exp(wide), dims, keepdim))
         return nothing.to(x.dtype if x.is_floating_point() else wide.dtype)
@@ -96,7 +97,7 @@ def _vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    dims, size = axes_of(x, dim), widened(x).abs()
+    dims, size = wrapped(dim, x.ndim), widened(x).abs()
     match float(ord):
         case 0.0:
             norm = sum_over((size != 0).to(size.dtype), dims, keepdim)

@@ -19,14 +19,6 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype in HALVES else x
 
 
-def axes_of(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
-    """Return the dimensions to reduce, non-negative and in order. No dimensions mean all of them."""
-    if dims is None or (isinstance(dims, Sequence) and not dims):
-        return list(range(x.ndim))
-    listed = [dims] if isinstance(dims, int) else list(dims)
-    return sorted(dim % max(x.ndim, 1) for dim in listed) if x.ndim else []
-
-
 def count_of(x: Tensor, dims: Sequence[int]) -> int:
     return math.prod(x.shape[dim] for dim in dims)
 

@@ -15,7 +15,7 @@ from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ir.plan_text import count
-from fusion_compiler.ops.schema import is_view
+from fusion_compiler.ops.schema import runs_no_kernel
 from fusion_compiler.passes.fuse.source_lookup import NameReference, references
 from fusion_compiler.passes.fuse.why import Why
 
@@ -103,7 +103,7 @@ def _answers(why: Why, a: NameReference, b: NameReference) -> list[Answer]:
 def _nothing(why: Why, name: str) -> str:
     """Return the answer for an op that runs nowhere."""
     op = why.dag.op(name)
-    if is_view(op.target):
+    if runs_no_kernel(op.target):
         base = why.tensors.base(name)
         return f"{name} is a view of {base}: it moves nothing, and who reads it reads {base}"
     return f"{name} is in no kernel: nothing that the graph returns needs it"

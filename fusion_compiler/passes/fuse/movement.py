@@ -20,7 +20,7 @@ from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.plan_data import Call
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.own.random import seed
-from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.schema import runs_no_kernel, short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost, eager_cost, one_after_the_other
 
@@ -59,7 +59,7 @@ class Tensors:
 
     def base(self, name: str) -> str:
         """Return the op whose result a chain of views shows."""
-        while is_view(self.dag.op(name).target) and self.dag.op(name).inputs:
+        while runs_no_kernel(self.dag.op(name).target) and self.dag.op(name).inputs:
             name = self.dag.op(name).first
         return name
 
@@ -111,7 +111,7 @@ def _call(tensors: Tensors, names: list[str], returned: set[str]) -> Call | None
     runs = [
         op
         for op in map(dag.op, names)
-        if not (is_view(op.target) or layout.is_view(op)) and op.target is not seed
+        if not (runs_no_kernel(op.target) or layout.is_view(op)) and op.target is not seed
     ]
     stored = [op.name for op in runs if op.outputs and _is_stored(tensors, op.name, inside, returned)]
     if not stored:
@@ -183,6 +183,6 @@ def _is_stored(tensors: Tensors, name: str, inside: set[str], returned: set[str]
     for user in tensors.dag.consumers(name):
         if user not in inside:
             return True
-        if is_view(tensors.dag.op(user).target) and _is_stored(tensors, user, inside, returned):
+        if runs_no_kernel(tensors.dag.op(user).target) and _is_stored(tensors, user, inside, returned):
             return True
     return False

@@ -14,7 +14,7 @@ from fusion_compiler.ir.decision import LIBRARY_CALL
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.plan import FusionPlan
-from fusion_compiler.ops.schema import is_view
+from fusion_compiler.ops.schema import runs_no_kernel
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.schedule.cost import NO_HINTS
 
@@ -47,7 +47,7 @@ def step_time(
     shorter as it moves more bytes or fewer.
     """
     at = hints if at is None else at
-    calls = [left for left in plan.leftovers if not is_view(plan.dag.op(left.subject).target)]
+    calls = [left for left in plan.leftovers if not runs_no_kernel(plan.dag.op(left.subject).target)]
     products = [plan.dag.op(c.subject) for c in calls if c.rule == LIBRARY_CALL]
     times = [(c.cost.us, (*c.inputs, *c.outputs)) for c in plan.clusters]
     times += [(contraction_cost(op, device, hints).us, (*op.inputs, op.name)) for op in products]

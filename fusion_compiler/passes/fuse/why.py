@@ -19,7 +19,7 @@ from fusion_compiler.ir.decision import Decision, Decisions, apart
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Cost
 from fusion_compiler.ops.own.recurrent import LAYERS
-from fusion_compiler.ops.schema import is_view, short_name
+from fusion_compiler.ops.schema import runs_no_kernel, short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cost import contraction_cost
@@ -81,7 +81,7 @@ class Why:
         held = {op for unit in units.values() for op in unit.ops}
         calls = [n for n in self.dag.order if n not in held and n not in self.dag.inputs]
         for name in calls:
-            if name in self.reasons and not is_view(self.dag.op(name).target):
+            if name in self.reasons and not runs_no_kernel(self.dag.op(name).target):
                 units[name] = Unit(name, (name,), (name,))
         return units
 
@@ -275,7 +275,7 @@ def _epilogue(name: str, ops: Sequence[Op]) -> str:
         return "a convolution takes a bias; in inference of 16 bits a sum and ReLU; nothing after that"
     if {op.kind for op in ops} & {Kind.REDUCTION, Kind.NORMALIZATION, Kind.SCAN}:
         return "the epilogues of cuBLAS reduce nothing but a bias gradient"
-    others = [short_name(op.target) for op in ops if not is_view(op.target)]
+    others = [short_name(op.target) for op in ops if not runs_no_kernel(op.target)]
     if set(others) <= EPILOGUES:
         return "cuBLAS could add a matrix or a bias and apply ReLU or GELU, which this compiler leaves alone"
     first = next(n for n in others if n not in EPILOGUES)

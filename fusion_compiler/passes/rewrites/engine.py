@@ -30,7 +30,7 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.ir.dag import Ref, dim_of, step_of
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Refused
-from fusion_compiler.ops.schema import is_view
+from fusion_compiler.ops.schema import runs_no_kernel
 from fusion_compiler.passes.patterns.match import Match, match_all
 from fusion_compiler.passes.patterns.recorded import Recorded, recorded, region, roots_of
 from fusion_compiler.passes.patterns.trace import Traced
@@ -308,8 +308,8 @@ def _is_apart(root: fx.Node, ops: Sequence[fx.Node], operands: Sequence[Any]) ->
     for op in ops:
         for into in written_arguments(op):
             is_outside = into in operands
-            is_shown = into.op != "call_function" or is_view(into.target) or not {*into.users} <= {*ops}
-            if is_outside and is_shown:
+            is_computed = into.op == "call_function" and not runs_no_kernel(into.target)
+            if is_outside and not (is_computed and {*into.users} <= {*ops}):
                 return False
     return True
 

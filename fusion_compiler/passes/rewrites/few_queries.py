@@ -18,7 +18,7 @@ from fusion_compiler.capture.graphs import ancestors, arguments, emit, is_traine
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.own.few_queries import attend
-from fusion_compiler.ops.schema import is_view
+from fusion_compiler.ops.schema import runs_no_kernel
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 from fusion_compiler.passes.rewrites.grouped_query import repeated
 
@@ -94,7 +94,7 @@ def _keys(call: fx.Node) -> int | torch.SymInt:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """Return the tensor that a node is a view of, if need be through several views."""
-    while is_view(node.target) and isinstance(source := node.args[0], fx.Node):
+    while runs_no_kernel(node.target) and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
 

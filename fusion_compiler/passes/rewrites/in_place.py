@@ -32,13 +32,13 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused, nodes_in, reached
-from fusion_compiler.capture.memory import COPY, form_of, has_strides, place, root
+from fusion_compiler.capture.memory import has_strides, metadata_of, place, root
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ops.own.put import put
-from fusion_compiler.ops.schema import draws, written
+from fusion_compiler.ops.schema import WRITE_BACK, draws, written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
 from fusion_compiler.ops.views import OVERLAYS
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
@@ -60,7 +60,7 @@ def write_in_place(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
 
 
 def _begins(node: fx.Node) -> bool:
-    return node.target in OVERLAYS or node.target is COPY or in_place_form(node) is not None
+    return node.target in OVERLAYS or node.target is WRITE_BACK or in_place_form(node) is not None
 
 
 def in_place_form(node: fx.Node) -> OpOverload | None:
@@ -96,7 +96,7 @@ class _Write:
     def __init__(self, first: fx.Node, latest: Mapping[fx.Node, fx.Node]) -> None:
         named = arguments(first)
         self.path, self.region = [first], named["self"]
-        if first.target is COPY:
+        if first.target is WRITE_BACK:
             self.region = latest.get(self.region, self.region)
         self.view = self.region
         self.form, self.indices = in_place_form(first), None
@@ -153,7 +153,7 @@ class _Writes:
         self.graph = next(iter(nodes.values())).graph
         self.before: dict[fx.Node, list[fx.Node]] = {}  # what has to wait for a node, beside its readers
         self.latest: dict[fx.Node, fx.Node] = {}  # what has the memory of a tensor that was written into
-        self.copies = {c.args[0]: c for c in self.graph.find_nodes(op="call_function", target=COPY)}
+        self.copies = {c.args[0]: c for c in self.graph.find_nodes(op="call_function", target=WRITE_BACK)}
         self.seen: set[fx.Node] = set()
         return ""
 
@@ -177,7 +177,7 @@ class _Writes:
         return f"written into {'an argument' if home.op == 'placeholder' else 'a result that dies'}"
 
     def end(self, nodes: Nodes) -> str:
-        for copy in self.graph.find_nodes(op="call_function", target=COPY):
+        for copy in self.graph.find_nodes(op="call_function", target=WRITE_BACK):
             copy.replace_all_uses_with(copy.args[0])  # of views that are returned, which read nothing
         self.in_order()
         return ""
@@ -188,9 +188,9 @@ class _Writes:
         the base where it computes the rest."""
         target = write.result.target
         if write.form is None and write.indices is None and _is_same(write.source, write.view):
-            kept = target is not COPY and self.graph.output_node() in _readers(write.result)
+            kept = target is not WRITE_BACK and self.graph.output_node() in _readers(write.result)
             return kept or self.replaced(write, write.region)
-        if target is COPY:
+        if target is WRITE_BACK:
             return not _is_computed(root(write.source))
         return spec_of(target) is not None and owner(write.base) not in self.copies
 
@@ -208,7 +208,7 @@ class _Writes:
             raise Refused("it is written through a view that is read besides")
         if base.op != "placeholder" and not (isinstance(base.target, OpOverload) and _has_own_memory(base)):
             raise Refused(f"{base.name} is not a tensor of the graph's own")
-        if not has_strides(base) or form_of(base) != form_of(result) or _repeats(base):
+        if not has_strides(base) or metadata_of(base) != metadata_of(result) or _repeats(base):
             raise Refused(f"{base.name} lies in memory in another way")
         home = owner(base)
         if home in aliases(write.operands):
@@ -226,7 +226,7 @@ class _Writes:
         for reader in readers:
             if written(reader.target) and reader is not kept and root(reader.args[0]) is base:  # type: ignore[arg-type]
                 raise Refused(f"{reader.name} has its memory")
-            if reader.target is COPY:
+            if reader.target is WRITE_BACK:
                 raise Refused(f"{base.name} is copied into another argument")
             if reader is output or reader in after:
                 raise Refused(f"{reader.name} reads {base.name} afterwards")
@@ -253,7 +253,7 @@ class _Writes:
     def in_order(self) -> None:
         """Order the nodes as before, as far as waiting for readers allows. Remaining copies come last."""
         erase_unused(set(self.graph.nodes))
-        nodes = sorted(self.graph.nodes, key=lambda node: (node.op == "output", node.target is COPY))
+        nodes = sorted(self.graph.nodes, key=lambda node: (node.op == "output", node.target is WRITE_BACK))
         number = {node: i for i, node in enumerate(nodes)}
         waits = {node: list(node.all_input_nodes) for node in nodes}
         for reader, writes in self.before.items():
@@ -283,7 +283,7 @@ def _is_computed(node: fx.Node) -> bool:
 
 def owner(node: fx.Node) -> fx.Node:
     """Return the node that had the memory of a value first, before anything was written into it."""
-    while node.op == "call_function" and node.target is not COPY and written(node.target) == (0,):
+    while node.op == "call_function" and node.target is not WRITE_BACK and written(node.target) == (0,):
         node = root(node.args[0])  # type: ignore[arg-type]
     return node
 
