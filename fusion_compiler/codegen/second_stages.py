@@ -37,7 +37,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Store,
     axes_in,
-    axes_of,
     operands_of,
     renumber,
     renumber_store,
@@ -224,7 +223,7 @@ def _late(loops: LoopNest, partials: Collection[int]) -> frozenset[int]:
 
 def _axes_behind(loops: LoopNest, partials: Collection[int]) -> list[int]:
     """Return the axes over which what waits for some reductions varies, or is stored."""
-    behind, varies = _late(loops, partials), axes_of(loops.nodes)
+    behind, varies = _late(loops, partials), loops.node_axes
     stores = [store for store in loops.stores if store.value in behind]
     stored = {k for store in stores for k, _ in store.index.terms if k >= 0}
     return sorted(stored.union(*(varies[n] for store in stores for n in store_operands(store))))

@@ -244,6 +244,11 @@ class LoopNest:
     stores: tuple[Store, ...]
     names: tuple[str, ...]  # names of the values for printing, one per node
 
+    @functools.cached_property
+    def node_axes(self) -> tuple[frozenset[int], ...]:
+        """Return the axes that each node varies over (see `axes_of`)."""
+        return axes_of(self.nodes)
+
 
 def operands_of(node: Node) -> tuple[int, ...]:
     """Return the numbers of the nodes that a node reads."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,14 +28,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from fusion_compiler.ops import expressions as ex
 from fusion_compiler.ops.lookups import GATHERS
 from fusion_compiler.ops.own import depthwise, max_pool, put, random, running, sum_rows
 from fusion_compiler.ops.syntax import (
     INFINITY,
     MINUS_INFINITY,
-    PROPAGATE_NAN,
     Binary,
-    Call,
     Expression,
     Global,
     Literal,
@@ -50,7 +48,7 @@ from fusion_compiler.ops.views import SPLITS, VIEWS
 aten = torch.ops.aten
 prims = torch.ops.prims
 Row = Callable[..., Expression]
-ONE, MINUS_ONE = Literal(1), Literal(-1)
+MINUS_ONE = Literal(-1)
 FEW_ROWS = 16  # of a product that clusters hold: with more, arithmetic bounds what a matrix's bytes do not
 
 
@@ -151,152 +149,6 @@ class OpSpec:
         return row(**arguments)
 
 
-def number(value: Expression) -> float | None:
-    """Return the value of a finite literal, typed or not; None for minus zero, and for what is computed."""
-    match value:
-        case Call(Global("tl.full"), (_, literal, _)):
-            return number(literal)
-        case Literal(int() | float() as held) if math.isfinite(held) and (held or math.copysign(1, held) > 0):
-            return held
-        case _:
-            return None
-
-
-def _scaled(value: Expression, factor: Expression) -> Expression:
-    return value if number(factor) == 1 else value * factor
-
-
-def _add(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
-    return self + _scaled(other, alpha)
-
-
-def _sub(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
-    return self - _scaled(other, alpha)
-
-
-def _rsub(self: Expression, other: Expression, alpha: Expression = ONE) -> Expression:
-    return other - _scaled(self, alpha)
-
-
-def _div(self: Expression, other: Expression) -> Expression:
-    value = number(other)
-    if value is None or not 2**-60 < abs(value) < 2**60:
-        return fm.div(self, other)
-    if abs(math.frexp(value)[0]) == 0.5:  # multiplying by a power of two is exact, and cheap
-        return self * (1 / value)
-    (in_float32,) = struct.unpack("f", struct.pack("f", value))
-    return fm.div_by(self, float(value), 1 / in_float32)
-
-
-def _fp16_div(self: Expression, other: Expression) -> Expression:
-    value = number(other)
-    return self * (1 / value) if value is not None and 2**-120 < abs(value) < 2**120 else self / other
-
-
-def _div_mode(self: Expression, other: Expression, rounding_mode: str | None = None) -> Expression:
-    match rounding_mode:
-        case "floor":
-            return fm.floor_divide(self, other)
-        case "trunc":
-            return fm.trunc_divide(self, other)
-        case _:
-            return _div(self, other)
-
-
-def _pow(self: Expression, exponent: Expression) -> Expression:
-    match number(exponent):
-        case 1:
-            return self
-        case 2:
-            return self * self
-        case 3:
-            return self * self * self
-        case 0.5:
-            return fm.sqrt(self)
-        case -0.5:  # tl.rsqrt takes subnormal numbers as 0
-            return fm.div(1.0, fm.sqrt(self))
-        case -1:
-            return fm.div(1.0, self)
-        case -2:
-            return fm.div(1.0, self * self)
-        case _:
-            return fm.pow(self, exponent)
-
-
-def _fp16_pow(self: Expression, exponent: Expression) -> Expression:
-    value = number(exponent)
-    match value:
-        case 0.5:
-            return fm.fp16_sqrt(self)
-        case -1 | -2:
-            return 1.0 / _pow(self, Literal(-value))
-        case float() if not value.is_integer() and value != -0.5 and abs(value) <= 64:
-            return fm.fp16_pow(self, exponent)
-        case _:
-            return _pow(self, exponent)
-
-
-def _fp16_pow_of_scalar(self: Expression, exponent: Expression) -> Expression:
-    base = number(self)
-    if base is None or not 0 < base < math.inf or base == 1:
-        return fm.pow(self, exponent)
-    return tl.exp2(exponent * math.log2(base))
-
-
-def _maximum(self: Expression, other: Expression) -> Expression:
-    return tl.maximum(self, other, propagate_nan=PROPAGATE_NAN)
-
-
-def _minimum(self: Expression, other: Expression) -> Expression:
-    return tl.minimum(self, other, propagate_nan=PROPAGATE_NAN)
-
-
-def _clamp(self: Expression, min: Expression | None = None, max: Expression | None = None) -> Expression:
-    bounded = self if min is None else _maximum(self, min)
-    return bounded if max is None else _minimum(bounded, max)
-
-
-def _elu(
-    self: Expression,
-    alpha: Expression = ONE,
-    scale: Expression = ONE,
-    input_scale: Expression = ONE,
-    expm1: Global = libdevice.expm1,
-) -> Expression:
-    rise = expm1(_scaled(self, input_scale))
-    return tl.where(self < 0, _scaled(_scaled(rise, alpha), scale), _scaled(self, scale))
-
-
-def _round_decimals(self: Expression, decimals: Expression) -> Expression:
-    places = number(decimals)
-    assert places is not None
-    factor = 10.0 ** abs(places)
-    if places > 0:
-        return fm.div(libdevice.nearbyint(self * factor), factor)
-    return libdevice.nearbyint(fm.div(self, factor)) * factor
-
-
-def _lerp(self: Expression, end: Expression, weight: Expression) -> Expression:
-    from_start = self + weight * (end - self)
-    from_end = end - (end - self) * (1 - weight)
-    value = number(weight)
-    if value is not None:
-        return from_start if abs(value) < 0.5 else from_end
-    return tl.where(tl.abs(weight) < 0.5, from_start, from_end)
-
-
-def _addcmul(
-    self: Expression, tensor1: Expression, tensor2: Expression, value: Expression = ONE
-) -> Expression:
-    return self + _scaled(tensor1, value) * tensor2
-
-
-def _addcdiv(
-    self: Expression, tensor1: Expression, tensor2: Expression, value: Expression = ONE
-) -> Expression:
-    return self + _scaled(fm.div(tensor1, tensor2), value)
-
-
 def _elementwise(expr: Row | None, *targets: OpOverload, **facts: Any) -> tuple[OpSpec, ...]:
     """Return the rows of the overloads of one operator. facts: further fields of `OpSpec`."""
     facts = {"operator": targets[0], **facts}
@@ -346,23 +198,23 @@ _ARITHMETIC = (
     *_elementwise(tl.abs, aten.abs.default, chooses=True),
     # Not `-x`: Triton computes 0 - x, which loses the sign of zero.
     *_elementwise(lambda self: self * -1, aten.neg.default, keeps_zero=True, chooses=True, linear=_OF_SELF),
-    *_elementwise(_add, aten.add.Tensor, aten.add.Scalar, keeps_zero=True, linear=_OF_BOTH),
-    *_elementwise(_sub, aten.sub.Tensor, aten.sub.Scalar, keeps_zero=True, linear=_OF_BOTH),
-    *_elementwise(_rsub, aten.rsub.Tensor, aten.rsub.Scalar, linear=_OF_BOTH),
+    *_elementwise(ex.add, aten.add.Tensor, aten.add.Scalar, keeps_zero=True, linear=_OF_BOTH),
+    *_elementwise(ex.sub, aten.sub.Tensor, aten.sub.Scalar, keeps_zero=True, linear=_OF_BOTH),
+    *_elementwise(ex.rsub, aten.rsub.Tensor, aten.rsub.Scalar, linear=_OF_BOTH),
     *_elementwise(
         lambda self, other: self * other, aten.mul.Tensor, aten.mul.Scalar, multiplies=True, linear=_OF_EACH
     ),
     *_elementwise(
-        _div,
+        ex.div,
         aten.div.Tensor,
         aten.div.Scalar,
         special=1,
-        fp16=_fp16_div,
+        fp16=ex.fp16_div,
         multiplies=True,
         linear=_OF_SELF,
     ),
     *_elementwise(
-        _div_mode,
+        ex.div_mode,
         aten.div.Tensor_mode,
         aten.div.Scalar_mode,
         flops=4,
@@ -390,31 +242,31 @@ _ARITHMETIC = (
         special=1,
         discontinuous=True,
     ),
-    *_elementwise(_pow, aten.pow.Tensor_Scalar, flops=2, fp16=_fp16_pow, multiplies=True),
+    *_elementwise(ex.pow, aten.pow.Tensor_Scalar, flops=2, fp16=ex.fp16_pow, multiplies=True),
     *_elementwise(fm.pow, aten.pow.Tensor_Tensor, flops=16, special=2, multiplies=True),
     *_elementwise(
-        fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=_fp16_pow_of_scalar, multiplies=True
+        fm.pow, aten.pow.Scalar, flops=16, special=2, fp16=ex.fp16_pow_of_scalar, multiplies=True
     ),
     *_elementwise(
-        _lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, multiplies=True, linear=(("self", "end"),)
+        ex.lerp, aten.lerp.Scalar, aten.lerp.Tensor, flops=3, multiplies=True, linear=(("self", "end"),)
     ),
     *_elementwise(
-        _addcmul,
+        ex.addcmul,
         aten.addcmul.default,
         flops=2,
         multiplies=True,
         linear=(("self", "tensor1"), ("self", "tensor2")),
     ),
     *_elementwise(
-        _addcdiv,
+        ex.addcdiv,
         aten.addcdiv.default,
         flops=2,
         special=1,
         multiplies=True,
         linear=(("self", "tensor1"),),
     ),
-    *_elementwise(_maximum, aten.maximum.default, chooses=True),
-    *_elementwise(_minimum, aten.minimum.default, chooses=True),
+    *_elementwise(ex.maximum, aten.maximum.default, chooses=True),
+    *_elementwise(ex.minimum, aten.minimum.default, chooses=True),
     # Unlike maximum and minimum these ignore a NaN on one side.
     *_elementwise(
         lambda self, other: tl.where((self >= other) | other.ne(other), self, other),
@@ -426,12 +278,12 @@ _ARITHMETIC = (
         aten.fmin.default,
         flops=3,
     ),
-    *_elementwise(_clamp, aten.clamp.default, aten.clamp.Tensor, flops=2, chooses=True),
+    *_elementwise(ex.clamp, aten.clamp.default, aten.clamp.Tensor, flops=2, chooses=True),
     *_elementwise(
-        lambda self, min: _maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor, chooses=True
+        lambda self, min: ex.maximum(self, min), aten.clamp_min.default, aten.clamp_min.Tensor, chooses=True
     ),
     *_elementwise(
-        lambda self, max: _minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor, chooses=True
+        lambda self, max: ex.minimum(self, max), aten.clamp_max.default, aten.clamp_max.Tensor, chooses=True
     ),
     *_elementwise(fm.copysign, aten.copysign.Tensor, aten.copysign.Scalar, discontinuous=True),
 )
@@ -534,7 +386,7 @@ _ROUNDING = (
     *_elementwise(libdevice.trunc, aten.trunc.default, discontinuous=True),
     *_elementwise(lambda self: self - libdevice.trunc(self), aten.frac.default, flops=2, discontinuous=True),
     *_elementwise(libdevice.nearbyint, aten.round.default, discontinuous=True),
-    *_elementwise(_round_decimals, aten.round.decimals, flops=3, special=1, discontinuous=True),
+    *_elementwise(ex.round_decimals, aten.round.decimals, flops=3, special=1, discontinuous=True),
 )
 
 _FUNCTIONS = (
@@ -608,21 +460,21 @@ _FUNCTIONS = (
     ),
     *_elementwise(libdevice.erfinv, aten.erfinv.default, flops=24, special=2),
     *_elementwise(libdevice.lgamma, aten.lgamma.default, flops=40, special=2),
-    *_elementwise(lambda self: _maximum(self, Literal(0)), aten.relu.default, chooses=True),
+    *_elementwise(lambda self: ex.maximum(self, Literal(0)), aten.relu.default, chooses=True),
     *_elementwise(
         lambda self, negative_slope: tl.where(self > 0, self, self * negative_slope),
         aten.leaky_relu.default,
         flops=3,
     ),
     *_elementwise(
-        _elu,
+        ex.elu,
         aten.elu.default,
         flops=16,
         special=1,
-        fp16=functools.partial(_elu, expm1=fm.fp16_expm1),
+        fp16=functools.partial(ex.elu, expm1=fm.fp16_expm1),
     ),
     *_elementwise(
-        lambda self, min_val=MINUS_ONE, max_val=ONE: _clamp(self, min_val, max_val),
+        lambda self, min_val=MINUS_ONE, max_val=ex.ONE: ex.clamp(self, min_val, max_val),
         aten.hardtanh.default,
         flops=2,
     ),

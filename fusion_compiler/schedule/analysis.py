@@ -30,7 +30,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     axes_in,
-    axes_of,
     cast_of,
     groups_of,
     is_applied,
@@ -70,10 +69,10 @@ class Analysis:
         self.ragged, self.inner = (axes_in(loops.axes, (group,)) for group in (RAGGED, INNER))
         self.sizes = {g: product(a.size for a in self.axes[g]) for g in GROUPS}
 
-    @cached_property
+    @property
     def node_axes(self) -> tuple[frozenset[int], ...]:
         """Return the axes over which each node varies."""
-        return axes_of(self.loops.nodes)
+        return self.loops.node_axes
 
     def size(self, group: str) -> Dim:
         return self.sizes[group]

@@ -32,7 +32,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     axes_in,
-    axes_of,
     operands_of,
     pair_of,
     store_operands,
@@ -58,7 +57,7 @@ def factors_of(loops: LoopNest, number: int) -> tuple[int, ...]:
 def sums_of_products(loops: LoopNest) -> dict[int, tuple[int, int]]:
     """Return the sums of the products of two factors, one of which has axes that the other lacks: sum ->
     factors."""
-    varies, sums = axes_of(loops.nodes), dict[int, tuple[int, int]]()
+    varies, sums = loops.node_axes, dict[int, tuple[int, int]]()
     for number, node in enumerate(loops.nodes):
         factors = factors_of(loops, number)
         if isinstance(node, Reduce) and factors:
@@ -102,7 +101,7 @@ class Products:
         sums = sums_of_products(loops)
         if not sums or axes_in(loops.axes, (RAGGED,)) or any(isinstance(node, Scan) for node in loops.nodes):
             return None
-        varies, sizes = axes_of(loops.nodes), [max(0, hint(axis.size, hints)) for axis in loops.axes]
+        varies, sizes = loops.node_axes, [max(0, hint(axis.size, hints)) for axis in loops.axes]
         axes = _axes_of(loops, sums, varies, sizes)
         if axes is None:
             return None

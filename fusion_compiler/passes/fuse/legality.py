@@ -24,7 +24,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     Value,
-    axes_of,
     is_applied,
     kept_axes,
     operands_of,
@@ -143,7 +142,7 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     perhaps_empty = {
         i for i, axis in enumerate(loops.axes) if axis.size == 0 or not isinstance(axis.size, int)
     }
-    behind = axes_of(loops.nodes)
+    behind = loops.node_axes
     for store in loops.stores:
         along = frozenset[int]().union(*({k} if k >= 0 else behind[~k] for k, _ in store.index.terms))
         if along & empty:
@@ -167,7 +166,7 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
     if not inner:
         return None
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
-    for i, (node, axes) in enumerate(zip(loops.nodes, axes_of(loops.nodes), strict=True)):
+    for i, (node, axes) in enumerate(zip(loops.nodes, loops.node_axes, strict=True)):
         if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.reduced_groups(i)):
             return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
         if a.windows is None:

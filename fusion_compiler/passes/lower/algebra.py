@@ -23,7 +23,6 @@ from fusion_compiler.ir.loops import (
     Node,
     Reduce,
     applied,
-    axes_of,
     cast_of,
     groups_of,
     is_applied,
@@ -128,7 +127,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
     if len(set(reduced)) == len(reduced):
         return loops
-    varies, new = axes_of(loops.nodes), _Rebuilt(loops)
+    varies, new = loops.node_axes, _Rebuilt(loops)
     dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
     changed = False
 
@@ -215,7 +214,7 @@ def nested_sums(loops: LoopNest) -> LoopNest:
 def _nested(loops: LoopNest) -> dict[int, _Nested]:
     """Return the sums that share an inner sum with a sum over other axes."""
     sums = [n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce) and node.combine == "sum"]
-    varies, nested = axes_of(loops.nodes), dict[int, _Nested]()
+    varies, nested = loops.node_axes, dict[int, _Nested]()
     factors = {n: _all_factors(loops, operands_of(loops.nodes[n])[0]) for n in sums}
     for n in sums:
         for other in sums:

@@ -26,7 +26,6 @@ from fusion_compiler.ir.loops import (
     Reduce,
     Scan,
     axes_in,
-    axes_of,
     groups_of,
     operands_of,
     reduced_groups,
@@ -83,7 +82,7 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
         return loops
     normalized = set[str]() if by_memory else _normalized(loops)
     votes = {ROWS: 0, COLS: 0}
-    axes = axes_of(loops.nodes)
+    axes = loops.node_axes
     for index in accesses(loops):
         touched = 1
         for axis in set().union(*({key} if key >= 0 else axes[~key] for key, _ in index.terms)):
@@ -167,7 +166,7 @@ def order_axes(loops: LoopNest, crossing: Index | None = None) -> LoopNest:
     The order of scanned axes stays.
     """
     scanned = {COLS} if any(isinstance(n, Scan) for n in loops.nodes) else frozenset[str]()
-    indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), axes_of(loops.nodes)
+    indices, axes = sorted(accesses(loops), key=lambda i: -len(i.terms)), loops.node_axes
 
     def stride(number: int, lookups: bool) -> int:
         """Return the stride along an axis. lookups: include indices that vary along the axis."""
