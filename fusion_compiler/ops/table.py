@@ -116,7 +116,7 @@ class OpSpec:
         holds it.
     selects_bits: its result has bits of its operands, perhaps moved down. It is almost free for bytes, since
         it vanishes if these become floats (`codegen/bits.py`).
-    multiplies: its expression has a product, which compilers may fuse into a sum.
+    multiplies: its value is a product for some arguments, or a sum with one: compilers may round both once.
     form: how the result is lowered, unless it is `expr` of the operands at the same point.
     linear: groups of arguments, by name. While all other arguments stay the same, the result is a linear
         function of the arguments of a group together: a + b of both, a * b of either one.

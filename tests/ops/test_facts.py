@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fusion_compiler.ops import arithmetic
+from fusion_compiler.ops.syntax import Binary, Call, Literal, Name
 from fusion_compiler.ops.table import OPS, OpSpec
 
 EXPRESSIONS = [spec for spec in OPS if spec.expr is not None and spec.operator is not None]
@@ -79,3 +80,32 @@ def test_selected_bits_are_bits_of_an_operand(spec: OpSpec) -> None:
 
     result = called(spec, tensor, 2)
     assert (result <= torch.stack([*operands, torch.full((64,), 2, dtype=torch.uint8)]).amax(0)).all()
+
+
+def fused(expression: object) -> bool:
+    """True if a value is a product, or a sum of one and another value, which a compiler may round once."""
+    match expression:
+        case Binary("*", _, Literal(-1)):  # exact
+            return False
+        case Binary("*"):
+            return True
+        case Binary("+" | "-", left, right):
+            return fused(left) or fused(right)
+        case Call(_, arguments):
+            sums = (a for a in arguments if isinstance(a, Binary) and a.sign in ("+", "-"))
+            return any(map(fused, sums))
+        case _:
+            return False
+
+
+@pytest.mark.parametrize("spec", [spec for spec in OPS if spec.expr is not None], ids=lambda s: str(s.target))
+def test_a_row_whose_expression_has_a_product_says_so(spec: OpSpec) -> None:
+    assert spec.expr is not None
+    for number in (2, 0.25):
+        arguments = {
+            a.name: Name(a.name) if "Tensor" in str(a.type) else Literal(1 if a.name == "alpha" else number)
+            for a in spec.target._schema.arguments
+            if any(name in str(a.type) for name in ("Tensor", "number", "int"))
+        }
+        if fused(spec.applied(spec.expr, arguments)):
+            assert spec.multiplies
