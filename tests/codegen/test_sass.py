@@ -91,7 +91,7 @@ MOST = {
     ("chain", "tanh_sigmoid_mul_sub_tanh_etc"): (47, 8),
     ("chain", "neg_tanh_sigmoid_mul_sub_etc"): (83, 8),
     ("bias_dropout_residual_norm", "add_dropout_add_layer_norm"): (32, 0.1),
-    ("bias_dropout_residual_norm", "layer_norm_backward_mul_sum_dropout"): (36, 0.1),
+    ("bias_dropout_residual_norm", "layer_norm_backward_mul_sum_dropout_sum"): (36, 0.1),
     ("scale_mask_softmax", "mul_add_softmax"): (14, 1.1),
 }
 
