@@ -6,35 +6,68 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.capture.module import CompiledFunction, Plans, compiled_class, plain, wrap
 from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import (
     InvalidOptionError,
     NotCallableError,
     TorchScriptError,
 )
-from fusion_compiler.options import Options, When
+from fusion_compiler.options import Mode, OptionArguments, Options, When
 from fusion_compiler.patterns import (
     DEFAULT_PATTERNS,
     Pattern,
 )
 from fusion_compiler.runtime.builds import prepare
 
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+M = TypeVar("M", bound=nn.Module)
 
+
+class Arguments(OptionArguments, total=False):
+    """The keyword arguments of `compile`, for type checkers and editors."""
+
+    patterns: Sequence[Pattern]
+    mode: Mode | None
+    optimizer: Optimizer | None
+    when: When
+
+
+class Decorator(Protocol):
+    """`compile` without a model: a class stays that class, a module its type, a function its signature."""
+
+    @overload
+    def __call__(self, model: C) -> C: ...
+    @overload
+    def __call__(self, model: M) -> M: ...
+    @overload
+    def __call__(self, model: Callable[P, R]) -> CompiledFunction[P, R]: ...
+
+
+@overload
+def compile(model: None = None, **options: Unpack[Arguments]) -> Decorator: ...
+@overload
+def compile(model: C, **options: Unpack[Arguments]) -> C: ...
+@overload
+def compile(model: M, **options: Unpack[Arguments]) -> M: ...
+@overload
+def compile(model: Callable[P, R], **options: Unpack[Arguments]) -> CompiledFunction[P, R]: ...
 def compile(
     model: nn.Module | Callable[..., Any] | None = None,
     *,
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
-    mode: str | None = None,
+    mode: Mode | None = None,
     optimizer: Optimizer | None = None,
     when: When = "step",
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
@@ -46,7 +79,7 @@ def compile(
     optimizer, when: an optimizer of the module, which is fused as by `fuse_optimizer(model, optimizer,
         when=when)` with this `backend` and `strict`; `.plan.optimizer` is the result. An optimizer that is
         fused already is fused anew. Copies of the compiled module have no optimizer.
-    options: the fields of `Options`.
+    options: the fields of `Options`, such as `strict=True`; help(fc.Options) describes each.
 
     The returned module shares the model's parameters, buffers and mode; its `.plan` holds the FusionPlan of
     every graph captured so far. Compilation happens at the first call, and again for inputs that do not fit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypedDict, get_args
 
 from fusion_compiler.errors import (
     ContradictoryOptionsError,
@@ -13,9 +13,12 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.device import device_spec
 
-BACKENDS = ("auto", "interpret", "eager")
+Backend = Literal["auto", "interpret", "eager"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 When = Literal["step", "backward", "forward", "auto"]  # when an optimizer's parameters are updated
-NUMERICS = ("float32", "eager")
+Numerics = Literal["float32", "eager"]
+NUMERICS: tuple[str, ...] = get_args(Numerics)
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # Names of torch.compile for sets of these options.
 MODES: dict[str | None, dict[str, object]] = {
     None: {},
@@ -65,8 +68,8 @@ class Options:
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
 
-    backend: str = "auto"
-    numerics: str = "float32"
+    backend: Backend = "auto"
+    numerics: Numerics = "float32"
     dynamic: bool | None = None
     verify: bool = False
     strict: bool = False
@@ -137,6 +140,25 @@ class Options:
                     option=option, suggestion=closest(option, names), known=", ".join(names)
                 )
         return cls(**options)  # pyright: ignore[reportArgumentType]  __post_init__ checks the values
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, for type checkers and editors."""
+
+    backend: Backend
+    numerics: Numerics
+    dynamic: bool | None
+    verify: bool
+    strict: bool
+    fullgraph: bool
+    device: str | None
+    tune: bool | Literal["all"]
+    cudagraphs: bool | Literal["auto"]
+    graph_memory: float | int
+    dependent_launch: bool | Literal["auto"]
+    memory: float | int | Literal["fast"]
+    progress: bool
+    disable: tuple[str, ...]
 
 
 def _is_budget(value: object) -> bool:

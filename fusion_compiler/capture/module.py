@@ -13,7 +13,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
@@ -54,7 +54,7 @@ class Plans(Sequence[FusionPlan]):
         self._stages = stages or Stages()
         self._plans: list[FusionPlan] = []
         self._left: list[str] = []
-        self.verification = Verification()
+        self.verification: Verification = Verification()
         self.breaks: tuple[GraphBreak, ...] = ()
         self.called = False
         self.optimizer: Any = None
@@ -145,11 +145,15 @@ class CompiledModule(nn.Module):
         return self._fusion_recompile(copy.deepcopy(self._fusion_model, memo))
 
 
-class CompiledFunction:
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class CompiledFunction(Generic[P, R]):
     """A compiled function is called like the function, and has its name, signature and docstring."""
 
     def __init__(
-        self, function: Callable[..., Any], run: Callable[..., Any], plans: Plans, recompile: Recompile
+        self, function: Callable[P, R], run: Callable[P, R], plans: Plans, recompile: Recompile
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._run, self._plans, self._recompile = function, run, plans, recompile
@@ -174,7 +178,7 @@ class CompiledFunction:
         """
         return plan_of(self).why(a, b)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
