@@ -12,11 +12,17 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from fusion_compiler.capture.module import CompiledFunction, Plans, compiled_class, plain, wrap
+from fusion_compiler.capture.module import (
+    CompiledFunction,
+    Plans,
+    check_callable,
+    compiled_class,
+    plain,
+    wrap,
+)
 from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import (
     InvalidOptionError,
-    NotCallableError,
     TorchScriptError,
 )
 from fusion_compiler.options import Mode, OptionArguments, Options, When
@@ -96,8 +102,7 @@ def compile(
     check_optimizer(model, optimizer, when)
     if inspect.isclass(model):
         return compiled_class(model, recompile)
-    if not callable(model):
-        raise NotCallableError(got=type(model).__name__)
+    check_callable(model)
     compiler = Compiler(chosen, patterns)
     if optimizer is not None and isinstance(model, nn.Module):
         from fusion_compiler.optimizer.fuse import fuse_anew  # where none is fused its modules are not read

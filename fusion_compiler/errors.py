@@ -70,6 +70,13 @@ class NotCallableError(FusionError, TypeError):
     next_step = "pass the model itself, not its output, class or state_dict"
 
 
+class ExportedProgramError(NotCallableError):
+    """compile() got an exported program, which cannot be called itself."""
+
+    template = "compile() takes an nn.Module or a function, not an ExportedProgram"
+    next_step = "compile its module: compile(program.module())"
+
+
 class TorchScriptError(FusionError, TypeError):
     """The model is scripted or traced code. Fields: model (a type's name)."""
 

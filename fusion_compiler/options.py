@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, TypedDict, get_args
 
+import torch
+
 from fusion_compiler.errors import (
     ContradictoryOptionsError,
     InvalidOptionError,
@@ -111,7 +113,7 @@ class Options:
             raise InvalidOptionError(option="disable", value=self.disable, expected=expected)
         object.__setattr__(self, "disable", tuple(self.disable))
         if self.device is not None:
-            device_spec(self.device)
+            _check_device(self.device)
 
     @property
     def schedules(self) -> int:
@@ -122,8 +124,8 @@ class Options:
     def of(cls, *, mode: str | None = None, **options: object) -> Options:
         """Return options from keyword arguments; mode: one of MODES, which sets several of them at once.
 
-        Raises UnknownOptionError for a name that is no option, and ContradictoryOptionsError if an option
-        differs from the mode's.
+        Raises UnknownOptionError for a name that is no option, InvalidOptionError for `options`, which only
+        torch.compile takes, and ContradictoryOptionsError if an option differs from the mode's.
         """
         if mode not in MODES:
             expected = "one of " + ", ".join(name for name in MODES if name)
@@ -134,6 +136,9 @@ class Options:
                     mode=mode, option=option, means=value, given=options[option]
                 )
         names = [*(field.name for field in fields(cls)), "mode"]
+        if "options" in options:
+            expected = "as keyword arguments: compile(model, **options)"
+            raise InvalidOptionError(option="options", value=options["options"], expected=expected)
         for option in options:
             if option not in names:
                 raise UnknownOptionError(
@@ -159,6 +164,16 @@ class OptionArguments(TypedDict, total=False):
     memory: float | int | Literal["fast"]
     progress: bool
     disable: tuple[str, ...]
+
+
+def _check_device(device: str) -> None:
+    """Raise UnsupportedDeviceError for an unknown name, and InvalidOptionError for a CPU or an absent GPU."""
+    kind, _, index = str(device).partition(":")
+    if kind in ("cpu", "meta") or (kind == "cuda" and int(index or 0) >= torch.cuda.device_count()):
+        reason = f"this machine has no device {device}" if kind == "cuda" else "kernels are made for GPUs"
+        expected = f"the name of the GPU to plan for, such as 'h200': {reason}"
+        raise InvalidOptionError(option="device", value=str(device), expected=expected)
+    device_spec(device)
 
 
 def _is_budget(value: object) -> bool:

@@ -30,7 +30,7 @@ from torch._dynamo.utils import counters, graph_break_reasons
 from fusion_compiler.capture.capture import Backend, raising
 from fusion_compiler.capture.dynamo import dynamo_compiled
 from fusion_compiler.capture.entries import compiled_methods, other_methods, watched
-from fusion_compiler.errors import FusionError, NotCallableError
+from fusion_compiler.errors import ExportedProgramError, FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.plan import FusionPlan
@@ -298,6 +298,14 @@ def plain(target: Any) -> Any:
         if inner is target:
             return target
         target = inner
+
+
+def check_callable(model: object) -> None:
+    """Raise NotCallableError, or ExportedProgramError, for a model that cannot be called."""
+    if isinstance(model, torch.export.ExportedProgram):
+        raise ExportedProgramError
+    if not callable(model):
+        raise NotCallableError(got=type(model).__name__)
 
 
 def compiled_class(cls: type, recompile: Recompile) -> type:
