@@ -102,7 +102,7 @@ def compile(
     check_optimizer(model, optimizer, when)
     if inspect.isclass(model):
         return compiled_class(model, recompile)
-    check_callable(model)
+    target = check_callable(model)
     compiler = Compiler(chosen, patterns)
     if optimizer is not None and isinstance(model, nn.Module):
         from fusion_compiler.optimizer.fuse import fuse_anew  # where none is fused its modules are not read
@@ -116,7 +116,7 @@ def compile(
         prepare()  # while the model is captured
     compiler.plans.reporter = functools.partial(report, getattr(model, "__name__", type(model).__name__))
     return wrap(
-        model,
+        target,
         compiler.backend(),
         compiler.plans,
         recompile,

@@ -104,7 +104,11 @@ class Plans(Sequence[FusionPlan]):
         return iter(tuple(self._plans))
 
     def __repr__(self) -> str:
-        return f"Plans({', '.join(p.name for p in self._plans)})"
+        return f"<Plans: {', '.join(map(repr, self._plans)) or 'none yet'}>"
+
+    def _repr_html_(self) -> str | None:
+        """Return the page of the report, as a notebook shows it, or None if there is no plan yet."""
+        return self.report()._repr_html_() if self._plans else None
 
     def __str__(self) -> str:
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
@@ -177,6 +181,9 @@ class CompiledFunction(Generic[P, R]):
         Raises UnknownOpError for a name that no graph has.
         """
         return plan_of(self).why(a, b)
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._function!r}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(*args, **kwargs)
@@ -300,12 +307,13 @@ def plain(target: Any) -> Any:
         target = inner
 
 
-def check_callable(model: object) -> None:
-    """Raise NotCallableError, or ExportedProgramError, for a model that cannot be called."""
+def check_callable(model: Any) -> Any:
+    """Return a model. Raise NotCallableError, or ExportedProgramError, if it cannot be called."""
     if isinstance(model, torch.export.ExportedProgram):
         raise ExportedProgramError
     if not callable(model):
         raise NotCallableError(got=type(model).__name__)
+    return model
 
 
 def compiled_class(cls: type, recompile: Recompile) -> type:
