@@ -12,6 +12,13 @@ import warnings
 from collections.abc import Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
+GENERATED = "torch.fx graph"  # stands for the file of code that torch.fx printed, which no file holds
+
+
+def is_generated(file: str) -> bool:
+    """True if a file is the name that torch.fx gives to the code of a graph."""
+    return file.startswith("<eval_with_key>")
+
 
 @runtime_checkable
 class Located(Protocol):
@@ -406,11 +413,11 @@ _MACHINERY = frozenset({"fusion_compiler", "torch", "contextlib", "functools", "
 
 
 def user_frame() -> tuple[str, int]:
-    """Return (file, line) of the innermost frame outside the compiler and PyTorch."""
+    """Return (file, line) of the innermost frame outside the compiler, PyTorch and the code of fx graphs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _MACHINERY:
+        if name.partition(".")[0] not in _MACHINERY and not is_generated(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
@@ -435,7 +442,7 @@ class WarnOnce:
         token = object()
         if self._seen.setdefault(key, token) is not token:  # one atomic step: kernels compile in threads
             return False
-        if isinstance(where, Located):
+        if isinstance(where, Located) and where.file != GENERATED:
             file, line = where.file, where.line
         else:
             file, line = user_frame()

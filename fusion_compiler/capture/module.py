@@ -268,7 +268,7 @@ class _Compiling:
                 if rarely is not None:
                     rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
-                    self.broke(breaks_since(before, began))
+                    self.broke(breaks_since(before, began, getattr(function, "__qualname__", "the model")))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
             failures += 1
             self.give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)

@@ -259,8 +259,8 @@ def breaks_text(breaks: Sequence[GraphBreak]) -> str:
     """Return the places that no graph holds, one entry each."""
     lines = ["graph breaks: what stands there is in no plan, and its tensor operations run eager"]
     for one in breaks:
-        where = shortened(place(one.source), WIDTH - 3) if one.source else "somewhere"
-        lines += [f"  {where}", *wrapped("      ", one.text)]
+        lines += [f"  {shortened(place(one.source), WIDTH - 3)}"] if one.source else []
+        lines += wrapped("      " if one.source else "  ", one.text)
     return "\n".join(lines)
 
 

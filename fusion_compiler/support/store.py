@@ -261,7 +261,9 @@ class Store:
 
     def _give_up(self, error: OSError) -> None:
         self._on_disk = False
-        text = f"{CacheError(path=self.path, detail=error)}; until then every process tunes and plans anew"
+        is_file = self.path.exists() and not self.path.is_dir()
+        reason = "it is a file, not a folder" if is_file else error
+        text = f"{CacheError(path=self.path, detail=reason)}; until then every process tunes and plans anew"
         warnings.warn(text, FusionWarning, stacklevel=3)
 
 
