@@ -103,6 +103,9 @@ def compile(
     if inspect.isclass(model):
         return compiled_class(model, recompile)
     target = check_callable(model)
+    if chosen.omit and not isinstance(model, nn.Module):
+        expected = "with an nn.Module; a function returns its loss alone"
+        raise InvalidOptionError(option="omit", value=chosen.omit, expected=expected)
     compiler = Compiler(chosen, patterns)
     if optimizer is not None and isinstance(model, nn.Module):
         from fusion_compiler.optimizer.fuse import fuse_anew  # where none is fused its modules are not read
@@ -126,6 +129,8 @@ def compile(
         broke=compiler.broke,
         give_up=compiler.give_up,
         missed=compiler.missed,
+        omit=chosen.omit,
+        kept=compiler.kept,
     )
 
 
@@ -149,4 +154,8 @@ def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) ->
     """Compile a graph for `torch.compile(model, backend="fusion_compiler")`; options are as in `compile`."""
     settings = {**options.pop("options", {}), **options}
     patterns = settings.pop("patterns", DEFAULT_PATTERNS)
-    return Compiler(Options.of(**settings), patterns).backend()(gm, inputs)
+    chosen = Options.of(**settings)
+    if chosen.omit:
+        expected = "to fusion_compiler.compile(model): torch.compile calls the model itself"
+        raise InvalidOptionError(option="omit", value=chosen.omit, expected=expected)
+    return Compiler(chosen, patterns).backend()(gm, inputs)

@@ -218,6 +218,13 @@ class EagerMethodError(FusionError, RuntimeError):
     )
 
 
+class OmittedFieldError(FusionError, ValueError):
+    """A module's result does not have the fields that are to be left out. Fields: omit, reason."""
+
+    template = "omit={omit!r} leaves nothing out: {reason}"
+    next_step = "name fields of a result that has a loss: return_dict=True, or a dict or dataclass"
+
+
 class MissingTritonError(FusionError, ImportError):
     """Triton cannot be imported. Fields: detail."""
 

@@ -66,6 +66,8 @@ class Options:
         again, until an estimate is within the limit; if none is, the least is taken, and the plan says so.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
     disable: names of passes to leave out, as `fusion-compiler passes` lists them.
+    omit: names of fields of a module's result that are None in training, beside its `loss`, such as
+        ("logits",): then a loss of large logits runs in chunks, also within a Trainer (docs/losses.md).
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
@@ -84,6 +86,7 @@ class Options:
     memory: float | int | Literal["fast"] = "fast"
     progress: bool = True
     disable: tuple[str, ...] = ()
+    omit: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
@@ -108,10 +111,11 @@ class Options:
         if not _is_budget(self.memory):
             expected = '"fast", a fraction from 0.0 to 1.0, or a number of bytes above 1'
             raise InvalidOptionError(option="memory", value=self.memory, expected=expected)
-        if isinstance(self.disable, str):
-            expected = "a tuple of names of passes"
-            raise InvalidOptionError(option="disable", value=self.disable, expected=expected)
-        object.__setattr__(self, "disable", tuple(self.disable))
+        for option, names in (("disable", "passes"), ("omit", "fields of the model's result")):
+            value = getattr(self, option)
+            if isinstance(value, str):
+                raise InvalidOptionError(option=option, value=value, expected=f"a tuple of names of {names}")
+            object.__setattr__(self, option, tuple(value))
         if self.device is not None:
             _check_device(self.device)
 
@@ -164,6 +168,7 @@ class OptionArguments(TypedDict, total=False):
     memory: float | int | Literal["fast"]
     progress: bool
     disable: tuple[str, ...]
+    omit: tuple[str, ...]
 
 
 def _check_device(device: str) -> None:

@@ -30,6 +30,7 @@ from torch._dynamo.utils import counters, graph_break_reasons
 from fusion_compiler.capture.capture import Backend, raising
 from fusion_compiler.capture.dynamo import dynamo_compiled
 from fusion_compiler.capture.entries import compiled_methods, other_methods, watched
+from fusion_compiler.capture.omitted import kept_of, omitting
 from fusion_compiler.errors import ExportedProgramError, FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.decision import Decision
@@ -207,6 +208,8 @@ def wrap(
     broke: Callable[[Sequence[GraphBreak]], None] | None = None,
     give_up: Callable[[str, Exception], None] = raising,
     missed: Callable[[str, str], None] = lambda model, method: None,
+    omit: tuple[str, ...] = (),
+    kept: Callable[[str], None] = lambda reason: None,
 ) -> Any:
     """Return `target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
@@ -217,11 +220,14 @@ def wrap(
     give_up(name, error): told that a call ran eager, as TorchDynamo failed to capture it. It may raise.
     missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
         compiled module is called.
+    omit: fields of a module's result that are None in training (`omitted.omitting`). kept(reason): told of a
+        result that does not have them.
     """
     is_full = fullgraph or strict
     compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)
     if isinstance(target, nn.Module):
-        return _compiled_module(target, compiling.compiled, plans, recompile, missed)
+        omitted = functools.partial(_omitting, compiling.compiled, omit, kept) if omit else compiling.compiled
+        return _compiled_module(target, compiling.compiled, plans, recompile, missed, omitted)
     return CompiledFunction(target, compiling.compiled(target), plans, recompile)
 
 
@@ -332,12 +338,31 @@ def plan_of(compiled: object) -> Plans:
     return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
 
 
+def _omitting(
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    omit: tuple[str, ...],
+    kept: Callable[[str], None],
+    forward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return a module's forward, compiled without the results that are to be left out."""
+    run = compiled(omitting(forward, omit))
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        if self.training and torch.is_grad_enabled() and (reason := kept_of(result, omit)):
+            kept(reason)
+        return result
+
+    return functools.update_wrapper(call, forward)
+
+
 def _compiled_module(
     model: nn.Module,
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
     plans: Plans,
     recompile: Recompile,
     missed: Callable[[str, str], None],
+    compiled_forward: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> nn.Module:
     original = type(model)
 
@@ -352,7 +377,7 @@ def _compiled_module(
 
     @functools.cache
     def forward_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        run = compiled(
+        run = compiled_forward(
             original.forward if forward is None else lambda _, *args, **kwargs: forward(*args, **kwargs)
         )
         return compiled_method(original.forward, run)
