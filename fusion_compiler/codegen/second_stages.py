@@ -52,6 +52,7 @@ from fusion_compiler.schedule.shapes import padded
 
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
+UNKNOWN_HEIGHT = 1024  # partial results of one number that a tile has, where it is unknown how many there are
 TILE = (256, 16, 4)  # rows, columns and warps of other second kernels: two sectors of each row
 
 Stage = tuple[LoopNest, Placement]  # that a second kernel runs
@@ -277,11 +278,15 @@ def _placement_of_rows(nest: LoopNest) -> Placement:
 
 
 def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Placement:
-    """Return a placement with tiles of rows and columns. All partial results of one number are a tile."""
+    """Return a placement with tiles of rows and columns. All partial results of a number are a tile, if their
+    count is known."""
     rows = [axis for axis in nest.axes if axis.group == ROWS]
     size = product(axis.size for axis in rows)
-    assert isinstance(size, int), "the partial results of a sum have a known number"
-    if len(nest.axes) == 1:
+    if len(nest.axes) == 1 and isinstance(size, int):
         return Placement((At(rows[0].name, Place.LANES),), min(32, max(4, padded(size) // 512)))
-    tile = RowTile(min(height, padded(size)), width, Cols.GRID, programs=1, num_warps=warps)
+    if len(nest.axes) == 1:
+        tile = RowTile(UNKNOWN_HEIGHT, 1, Cols.WHOLE, programs=1, num_warps=warps)
+    else:
+        height = min(height, padded(size)) if isinstance(size, int) else height
+        tile = RowTile(height, width, Cols.GRID, programs=1, num_warps=warps)
     return placement_of(Analysis(nest), tile)

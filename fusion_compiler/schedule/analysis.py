@@ -192,6 +192,11 @@ class Analysis:
         return self.contiguous[ROWS] > 0
 
     @property
+    def only_tall(self) -> bool:
+        """True if all full-size accesses that are contiguous are so along the rows."""
+        return self.tall and not self.mixed
+
+    @property
     def mixed(self) -> bool:
         """True if some full-size accesses are contiguous along the rows and some along the columns."""
         return self.contiguous[ROWS] > 0 and self.contiguous[COLS] > 0

@@ -153,12 +153,12 @@ def _use_of_rows(work: Work, run: Run, device: DeviceSpec) -> Use:
     messages = exchanges * MESSAGE_BYTES * parts**2 * rows if parts > 1 else 0
     in_grid, tile = (Place.GRID, COLS) in counts, block_rows * block_cols
     if counts.get((Place.LOOP, ROWS), 1) > 1:
-        narrow = in_grid and block_cols < cols
+        narrow = in_grid and block_cols < cols and not run.a.only_tall
         share = _share_in_turn(run, tile, device) / (1 + narrow * RUN_ELEMENTS / block_cols)
         return Use(share, after_us=after, messages=messages, unused=unused)
     if in_grid:
         share = 1.0 / _slowdown(run, tile, device, BLOCK_ELEMENTS, ENOUGH)
-        if work.reduced & 1 and groups > 1 and block_cols < cols:
+        if work.reduced & 1 and groups > 1 and block_cols < cols and not run.a.only_tall:
             share /= 1 + RUN_ELEMENTS / block_cols
         return Use(share, after_us=after, unused=unused)
     resident = _resident(work, run, tile, device)

@@ -19,7 +19,7 @@ from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
 from fusion_compiler.ir.decision import DELIBERATE_CALL, EAGER_OP, LIBRARY_CALL, Decision, Outcome
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
+from fusion_compiler.ir.loops import COLS, Load, LoopNest, is_only_stored_in_place
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
@@ -255,6 +255,10 @@ class Candidates:
             with contextlib.suppress(Illegal):
                 along = self.checked(Analysis(simplify(lowered, by_memory=True)), ops)
                 best = min(best, along, key=lambda form: form[1].us)
+        if analysis.reads_rows and not isinstance(analysis.size(COLS), int):  # nothing shares such a row
+            with contextlib.suppress(Illegal):
+                shared = self.checked(Analysis(simplify(lowered, turned=True)), ops)
+                best = min(best, shared, key=lambda form: form[1].us)
         return best
 
     def checked(self, analysis: Analysis, ops: tuple[str, ...]) -> tuple[LoopNest, Cost]:
