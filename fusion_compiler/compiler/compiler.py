@@ -35,6 +35,7 @@ from fusion_compiler.errors import (
     FusionError,
     InternalError,
     InvalidOptionError,
+    OmittedFieldError,
     UnsupportedDtypeError,
     WarnOnce,
     closest,
@@ -182,6 +183,9 @@ class Compiler:
         where += ["planned from disk"] if planned.programs is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
         decisions = (*self.planner.not_looked_for(decisions), *decisions, *replay_decisions)
+        if self.options.omit and info.phase is Phase.FORWARD:
+            names = ", ".join(self.options.omit)
+            decisions = (*decisions, noted("omitted results", f"{names}: None beside the loss, in training"))
         plan = plan.decided(*decisions, noted("memory", str(order)), noted("seconds", seconds))
         plan = plan if self.asked else replace(plan, solved=None)
         self.plans.record(plan)
@@ -339,6 +343,10 @@ class Compiler:
     def missed(self, model: str, method: str) -> None:
         """Warn that a module is trained by a method that is not compiled; raise when strict."""
         self.warned.fall_back("method", EagerMethodError(model=model, method=method))
+
+    def kept(self, reason: str) -> None:
+        """Warn once that a module's result keeps the fields that `omit` names; raise when strict."""
+        self.warned.fall_back("omit", OmittedFieldError(omit=self.options.omit, reason=reason))
 
 
 def check_disabled(options: Options) -> None:
