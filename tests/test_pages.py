@@ -112,6 +112,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path} has no heading #{anchor}"
 
 
+def test_what_a_kernel_shows_leads_to_its_technique() -> None:
+    """The first table of docs/techniques.md: what stands in a kernel is in an example of that technique."""
+    table, *sections = re.split(r"^### ", (DOCS / "techniques.md").read_text(), flags=re.MULTILINE)
+    examples = {section.partition(" (`")[0]: section.partition("# after")[2] for section in sections}
+    rows = re.findall(r"^\| (.*`.*) \| ([A-Z].*) \|$", table, re.MULTILINE)
+    assert len(rows) > 10
+    for shown, techniques in rows:
+        text = "".join(examples[name] for name in techniques.split(", "))
+        for code in re.findall(r"`([\w.]+)", shown):
+            assert code in text, f"{code} is in no example of {techniques}"
+
+
 def leaves(nav: Any) -> list[str]:
     if isinstance(nav, str):
         return [nav]
