@@ -74,7 +74,7 @@ def test_the_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     monkeypatch.setattr(reports, "picture", lambda file: None)
     readme.main(parse(["readme"]))
-    for page in ("docs/performance.md", "docs/optimizer.md"):
+    for page in ("docs/figures.md", "docs/optimizer.md"):
         assert (tmp_path / page).read_text() == (ROOT / page).read_text()
 
 
