@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
+    from fusion_compiler.machines.partition import partition
+    from fusion_compiler.machines.plan import Link, Machine, PipelinePlan
     from fusion_compiler.optimizer.fuse import fuse_optimizer
     from fusion_compiler.optimizer.fused import FusedOptimizer
     from fusion_compiler.options import Options
@@ -27,6 +29,10 @@ _HOMES = {
     "FusionWarning": "errors",
     "FusedOptimizer": "optimizer.fused",
     "fuse_optimizer": "optimizer.fuse",
+    "Link": "machines.plan",
+    "Machine": "machines.plan",
+    "PipelinePlan": "machines.plan",
+    "partition": "machines.partition",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
     "cluster_hint": "patterns",
@@ -42,13 +48,17 @@ __all__ = [
     "FusedOptimizer",
     "FusionError",
     "FusionWarning",
+    "Link",
+    "Machine",
     "Options",
+    "PipelinePlan",
     "Profile",
     "Report",
     "cluster_hint",
     "compile",
     "explain",
     "fuse_optimizer",
+    "partition",
     "profile",
     "rewrite",
     "user_kernel",

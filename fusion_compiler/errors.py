@@ -84,6 +84,27 @@ class ArgumentMismatchError(FusionError, TypeError):
     next_step = "pass the arguments with which the model itself would be called"
 
 
+class NotExportableError(FusionError, RuntimeError):
+    """torch.export cannot take a model as one graph. Fields: model, detail."""
+
+    template = "{model} cannot be exported as one graph, which is what is cut: {detail}"
+    next_step = "see https://docs.pytorch.org/docs/stable/export.html, or cut it by hand with PipelineStage"
+
+
+class MachinesError(FusionError, ValueError):
+    """Machines, links or cuts do not fit each other or the model. Fields: detail, todo."""
+
+    template = "{detail}"
+    next_step = "{todo}"
+
+
+class OtherGraphError(FusionError, ValueError):
+    """A plan is used for a graph that it was not made from. Fields: node."""
+
+    template = "the plan cuts another graph: {node} differs or is missing"
+    next_step = "export the same model with arguments of the same shapes, or call fc.partition anew"
+
+
 class UnknownOptionError(FusionError, TypeError):
     """An option does not exist. Fields: option, suggestion (from `closest`), known."""
 

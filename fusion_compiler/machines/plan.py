@@ -14,6 +14,7 @@ from torch import fx
 
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.machines.text import text_of
 
 
 @dataclass(frozen=True)
@@ -175,3 +176,16 @@ class PipelinePlan:
     bubble: float
     decisions: Decisions
     graph: fx.GraphModule = field(repr=False, compare=False)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """Return the operators before which the model is cut: `fc.partition(..., machines=plan.machines,
+        cuts=plan.cuts)` makes the same stages again, as in another process."""
+        return tuple(next(n for n in s.operators if n not in s.repeated) for s in self.stages[1:])
+
+    def rank(self, stage: int) -> int:
+        """Return the place of a stage's machine in `machines`."""
+        return stage % len(self.machines)
+
+    def __str__(self) -> str:
+        return text_of(self)
