@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
     from fusion_compiler.machines.partition import partition
-    from fusion_compiler.machines.plan import Link, Machine, PipelinePlan
+    from fusion_compiler.machines.pipeline import Pipeline
+    from fusion_compiler.machines.plan import Link, Machine
     from fusion_compiler.optimizer.fuse import fuse_optimizer
     from fusion_compiler.optimizer.fused import FusedOptimizer
     from fusion_compiler.options import Options
@@ -31,7 +32,7 @@ _HOMES = {
     "fuse_optimizer": "optimizer.fuse",
     "Link": "machines.plan",
     "Machine": "machines.plan",
-    "PipelinePlan": "machines.plan",
+    "Pipeline": "machines.pipeline",
     "partition": "machines.partition",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
@@ -51,7 +52,7 @@ __all__ = [
     "Link",
     "Machine",
     "Options",
-    "PipelinePlan",
+    "Pipeline",
     "Profile",
     "Report",
     "cluster_hint",

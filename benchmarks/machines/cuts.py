@@ -67,7 +67,7 @@ def random_bars(record: Record, count: int) -> Iterator[Bar]:
     yield from at_most("bottleneck / exhaustive", max(bottlenecks), 1.01)
 
 
-def planned(model: torch.nn.Module, args: tuple[Any, ...]) -> tuple[fc.PipelinePlan, float]:
+def planned(model: torch.nn.Module, args: tuple[Any, ...]) -> tuple[fc.Pipeline, float]:
     """Return the plan for MACHINES, and the processor's seconds behind torch.export."""
     exported: list[float] = []
     workload = partition_module.workload

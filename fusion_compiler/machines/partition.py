@@ -13,7 +13,8 @@ from fusion_compiler.errors import InvalidOptionError, MachinesError, NotCallabl
 from fusion_compiler.machines.cut import Cuts, Place, best_order, improve, orders, price
 from fusion_compiler.machines.estimate import Times, estimate, measure, spec_of
 from fusion_compiler.machines.layout import Layout
-from fusion_compiler.machines.plan import Link, Machine, PipelinePlan, Schedule
+from fusion_compiler.machines.pipeline import Pipeline
+from fusion_compiler.machines.plan import Link, Machine, Schedule
 from fusion_compiler.machines.reasons import equal_layers, reasons
 from fusion_compiler.machines.simulate import Step, in_flight, simulate
 from fusion_compiler.machines.workload import Workload, repeatable, workload
@@ -34,7 +35,7 @@ def partition(
     cuts: Sequence[str] | None = None,
     measured: bool = False,
     optimizer_bytes: float = ADAM_BYTES,
-) -> PipelinePlan:
+) -> Pipeline:
     """Cut a model into the stages of a pipeline over machines, and predict the step.
 
     Every stage fits into its machine's memory. Among all cuts of the model's operators in their order, those
@@ -100,7 +101,7 @@ def partition(
         starts = [chosen, *([equal] if equal and equal.us < float("inf") else [])]
         chosen = improve(layout.chain, at, starts, lambda c: step(c).us)
     result = step(chosen)
-    return PipelinePlan(
+    return Pipeline(
         model=type(model).__name__,
         machines=tuple(machines[i] for i in ranks),
         stages=layout.stages(at, names, chosen.at),
@@ -111,7 +112,7 @@ def partition(
         events=result.events,
         step_us=result.us,
         bubble=result.bubble,
-        decisions=reasons(layout, at, chosen, lambda c: step(c).us, machines, ranks),
+        decisions=reasons(layout, at, chosen, lambda c: step(c).us, machines, ranks, microbatches),
         graph=work.graph,
     )
 

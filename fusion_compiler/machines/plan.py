@@ -14,7 +14,6 @@ from torch import fx
 
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.device import DeviceSpec
-from fusion_compiler.machines.text import text_of
 
 
 @dataclass(frozen=True)
@@ -186,6 +185,3 @@ class PipelinePlan:
     def rank(self, stage: int) -> int:
         """Return the place of a stage's machine in `machines`."""
         return stage % len(self.machines)
-
-    def __str__(self) -> str:
-        return text_of(self)

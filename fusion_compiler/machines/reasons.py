@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.machines.cut import Cuts, Place, price
 from fusion_compiler.machines.layout import Layout
 from fusion_compiler.machines.plan import Machine
-from fusion_compiler.machines.quantities import sized, timed
+from fusion_compiler.machines.text import timed
 from fusion_compiler.machines.workload import module_path
 
 CUT, EQUAL_LAYERS, REPEATED, TIED, ORDER = "cut", "equal layers", "computed again", "tied parameter", "order"
+ALONE = "one machine"
 NEIGHBOURS = 40  # groups on either side of a cut, of which the best is shown
 
 
@@ -24,11 +26,14 @@ def reasons(
     step_us: Callable[[Cuts], float],
     machines: Sequence[Machine],
     ranks: Sequence[int],
+    microbatches: int,
 ) -> Decisions:
-    """Return the decisions of a plan. step_us: the predicted step of cuts."""
+    """Return the decisions of a plan. step_us: the predicted step of cuts. ranks: the order of the
+    machines."""
     decisions = [
         *neighbours(layout, places, chosen, step_us),
         *compared(layout, places, chosen, step_us),
+        *alone(layout, places, microbatches, step_us(chosen)),
         *repeats(layout, chosen),
         *ties(layout, chosen),
     ]
@@ -44,31 +49,30 @@ def neighbours(
     """Yield what the step would take with each cut moved to the best place before it, and to the best behind
     it, in another module."""
     ours = step_us(chosen)
-    forward, _ = layout.chain.crossing
     for number, group in enumerate(chosen.at):
-        for side, others in (
-            ("earlier", range(group - 1, 0, -1)),
-            ("later", range(group + 1, layout.chain.groups)),
-        ):
-            lower, upper = ((0, *chosen.at)[number], (*chosen.at, layout.chain.groups)[number + 1])
-            near = [
-                g for g in others[:NEIGHBOURS] if lower < g < upper and path(layout, g) != path(layout, group)
-            ]
+        lower, upper = ((0, *chosen.at)[number], (*chosen.at, layout.chain.groups)[number + 1])
+        before, behind = range(lower + 1, group)[-NEIGHBOURS:], range(group + 1, upper)[:NEIGHBOURS]
+        for side, others in (("earlier", before), ("later", behind)):
             cuts = [
-                price(layout.chain, places, (*chosen.at[:number], g, *chosen.at[number + 1 :])) for g in near
+                price(layout.chain, places, (*chosen.at[:number], g, *chosen.at[number + 1 :]))
+                for g in others
+                if path(layout, g) != path(layout, group)
             ]
-            if not cuts:
-                continue
-            moved = min(cuts, key=lambda c: (c.us, c.total))
-            other = moved.at[number]
-            if moved.us == float("inf"):
-                text, saved = "a stage does not fit in its machine's memory", None
-            else:
-                saved = ours - step_us(moved)
-                longer = f"{timed(-saved)} longer" if saved <= 0 else f"{timed(saved)} shorter"
-                text = f"the step takes {longer}, {sized(forward[group])} -> {sized(forward[other])} cross"
-            reason = f"{side}, before {label(layout, other)}: {text}"
-            yield Decision(CUT, label(layout, group), Outcome.REFUSED, reason, saved)
+            if cuts:
+                moved = min(cuts, key=lambda c: (c.us, c.total))
+                saved = ours - step_us(moved) if moved.us < float("inf") else None
+                reason = f"{side}, before {label(layout, moved.at[number])}: "
+                reason += effect(layout, saved, group, moved.at[number])
+                yield Decision(CUT, label(layout, group), Outcome.REFUSED, reason, saved)
+
+
+def effect(layout: Layout, saved: float | None, group: int, other: int) -> str:
+    """Say what moving a cut does. saved: of the step, None if a stage does not fit."""
+    if saved is None:
+        return "a stage does not fit in its machine's memory"
+    before, after = (human_bytes(int(layout.chain.crossing[0][g])) for g in (group, other))
+    change = "less" if saved > 0 else "longer"
+    return f"the step takes {timed(abs(saved))} {change}, {before} -> {after} cross"
 
 
 def path(layout: Layout, group: int) -> str:
@@ -116,6 +120,18 @@ def compared(
     yield Decision(EQUAL_LAYERS, "", Outcome.REFUSED, reason, ours - theirs)
 
 
+def alone(layout: Layout, places: Sequence[Place], microbatches: int, ours: float) -> Iterator[Decision]:
+    """Yield what one machine would take for the step, of those into whose memory the model fits."""
+    chain = layout.chain
+    fits = [p for p in places if chain.state[0, -1] + chain.saved[0, -1] <= p.memory]
+    if not fits:
+        yield Decision(ALONE, "", Outcome.REFUSED, "the model does not fit into one machine's memory")
+        return
+    us = min(float(chain.forward[p.kind][0, -1] + chain.backward[p.kind][0, -1]) for p in fits) * microbatches
+    text = f"the fastest would take {timed(us)}, {us / ours:.2f} times as long"
+    yield Decision(ALONE, "", Outcome.REFUSED if us > ours else Outcome.NOTED, text, ours - us)
+
+
 def repeats(layout: Layout, chosen: Cuts) -> Iterator[Decision]:
     """Yield the operators that a stage computes again for its own operators, instead of receiving them."""
     ends = list(itertools.pairwise((0, *chosen.at, layout.chain.groups)))
@@ -126,7 +142,7 @@ def repeats(layout: Layout, chosen: Cuts) -> Iterator[Decision]:
         stages = [s for s, (i, j) in enumerate(ends) if any(i <= g < j for g in layout.uses[name])]
         again = [s for s in stages if not within(layout, name, ends[s])]
         if again:
-            text = f"on {counted(stages)} instead of sent, {sized(layout.work.nbytes(name))} each"
+            text = f"on {counted(stages)} instead of sent, {human_bytes(layout.work.nbytes(name))} each"
             yield Decision(REPEATED, name, Outcome.DONE, text)
 
 

@@ -6,12 +6,9 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from fusion_compiler.machines.quantities import sized, timed
-
-if TYPE_CHECKING:
-    from fusion_compiler.machines.plan import Edge, PipelinePlan, Stage
+from fusion_compiler.ir.plan_text import aligned, human_bytes
+from fusion_compiler.machines.plan import Edge, PipelinePlan, Stage
 
 WIDTH = 96  # of the timeline, in characters
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -34,25 +31,26 @@ def stage_rows(stages: Sequence[Stage]) -> list[str]:
         (
             f"stage {s.number}",
             s.machine,
-            f"forward {timed(s.forward_us)}",
-            f"backward {timed(s.backward_us)}",
-            f"{sized(s.parameter_bytes)} of parameters",
-            f"{sized(s.memory_bytes)} of memory",
+            f"{timed(s.forward_us)} forward",
+            f"{timed(s.backward_us)} backward",
+            f"{human_bytes(s.parameter_bytes)} of parameters",
+            f"{human_bytes(s.memory_bytes)} of memory",
             ranges(s.modules),
         )
         for s in stages
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return aligned(rows, left=(0, 1, 6))
 
 
 def edge_text(edge: Edge) -> str:
     names = ", ".join(f"{t.name} {list(t.shape)}" for t in edge.tensors[:3])
     more = f" and {len(edge.tensors) - 3} more" if len(edge.tensors) > 3 else ""
-    back = f", {sized(edge.backward_bytes)} back in {timed(edge.backward_us)}" if edge.backward_bytes else ""
-    return f"   | {sized(edge.forward_bytes)} in {timed(edge.forward_us)}{back}: {names}{more}"
+    back = (
+        f", {human_bytes(edge.backward_bytes)} back in {timed(edge.backward_us)}"
+        if edge.backward_bytes
+        else ""
+    )
+    return f"   | {human_bytes(edge.forward_bytes)} in {timed(edge.forward_us)}{back}: {names}{more}"
 
 
 def ranges(modules: Iterable[str]) -> str:
@@ -88,3 +86,9 @@ def timeline(plan: PipelinePlan, width: int = WIDTH) -> list[str]:
     scale = f"{' ' * longest} |{timed(plan.step_us).rjust(width, '.')}|"
     lines = [f"{m.name.ljust(longest)} |{''.join(row)}|" for m, row in zip(plan.machines, rows, strict=True)]
     return ["", f"{scale}  0--: forward of microbatch 0, 0==: backward", *lines]
+
+
+def timed(us: float) -> str:
+    """Return microseconds as "12 us", "3.4 ms" or "1.20 s"."""
+    size = abs(us)
+    return f"{us:.0f} us" if size < 1e3 else f"{us / 1e3:.1f} ms" if size < 1e6 else f"{us / 1e6:.2f} s"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from fusion_compiler.errors import (
     NotExportableError,
     OtherGraphError,
 )
-from fusion_compiler.machines.split import split, stage_modules
 
 THREE = tuple(fc.Machine(name, "h200") for name in "abc")
 CUTS = (None, ("gelu", "linear_5"), ("scaled_dot_product_attention", "batch_norm_2"))
@@ -99,9 +100,9 @@ def test_the_stages_one_after_the_other_are_the_model(cuts: tuple[str, ...] | No
     plan = fc.partition(model, (x,), machines=THREE, links=LINK, cuts=cuts)
     assert len(plan.stages) == 3 and (cuts is None or plan.cuts == cuts)
     truth = trained(model, model, x)
-    stages = stage_modules(plan)
+    stages = plan.modules()
     same(trained(model, lambda x: run(stages, x), x), truth)
-    pipe = pipeline(model, (x,), split_policy=lambda graph: split(plan, graph))
+    pipe = pipeline(model, (x,), split_policy=plan.split_policy)
     assert pipe.num_stages == 3
     del truth[1]["words.weight"]  # pipeline() gives each stage a copy of a tied weight
     same(trained(model, lambda x: run_pipe(pipe, x), x), truth)
@@ -116,7 +117,7 @@ def test_stages_say_what_crosses_and_what_they_hold() -> None:
     model = Language()
     x = torch.randint(0, 50, (3, 7))
     plan = fc.partition(model, (x,), machines=THREE, links=LINK)
-    stages = stage_modules(plan)
+    stages = plan.modules()
     values: Any = (x,)
     for stage, module, edge in itertools.zip_longest(plan.stages, stages, plan.edges):
         assert {n for n, _ in module.named_parameters()} == set(stage.parameters)
@@ -187,7 +188,7 @@ def test_a_write_in_place_is_never_cut_off_from_what_it_writes() -> None:
             fc.partition(model, (x,), machines=THREE[:2], links=LINK, cuts=(name,))
     for name in names[write + 1 :]:
         cut = fc.partition(model, (x,), machines=THREE[:2], links=LINK, cuts=(name,))
-        torch.testing.assert_close(run(stage_modules(cut), x), model(x))
+        torch.testing.assert_close(run(cut.modules(), x), model(x))
 
 
 def test_a_stage_that_is_trained_has_a_gradient() -> None:
@@ -267,13 +268,27 @@ def test_the_plan_prints() -> None:
         assert f"stage {stage.number}" in text
     rows = [line for line in text.splitlines() if line[:3] in ("a |", "b |", "c |")]
     assert len(rows) == 3 and len({len(row) for row in rows}) == 1
+    assert "one machine: the fastest would take" in text
     assert rows[0][3] == "0" and "equal layers" in text and "earlier, before" in text
+
+
+def test_the_page_has_a_bar_for_each_phase_and_keeps_texts_as_texts(tmp_path: Path) -> None:
+    machines = [fc.Machine("a <b>", "h200"), *THREE[1:]]
+    plan = fc.partition(Language(), (torch.randint(0, 50, (3, 7)),), machines=machines, links=LINK)
+    plan.html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    svg = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
+    bars = svg.findall(".//rect")
+    assert len(bars) == len(plan.events) == 2 * 3 * 8
+    assert max(float(b.attrib["x"]) + float(b.attrib["width"]) for b in bars) == pytest.approx(1200, abs=1)
+    assert "a <b>" not in page and page.count("a &lt;b&gt;") >= 2
+    assert "<script" not in page and "http" not in page
 
 
 def test_a_plan_of_another_graph_is_refused() -> None:
     plan = fc.partition(Language(), (torch.randint(0, 50, (3, 7)),), machines=THREE, links=LINK)
     with pytest.raises(OtherGraphError):
-        pipeline(Language(), (torch.randint(0, 50, (3, 9)),), split_policy=lambda graph: split(plan, graph))
+        pipeline(Language(), (torch.randint(0, 50, (3, 9)),), split_policy=plan.split_policy)
 
 
 def test_errors_say_what_is_wrong() -> None:
