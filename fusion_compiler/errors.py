@@ -267,6 +267,34 @@ class LostRecordError(FusionError, RuntimeError):
     )
 
 
+class StageLostError(FusionError, RuntimeError):
+    """A process of a pipeline has ended or hangs. Fields: stage (its name), reason."""
+
+    template = "the pipeline has lost {stage}: {reason}"
+    next_step = "start all processes again; runner.resume(folder) goes on from the last checkpoint"
+
+
+class StageMissingError(FusionError, RuntimeError):
+    """A process of a pipeline does not come to the start. Fields: rank, seconds."""
+
+    template = "process {rank} of the pipeline has not come within {seconds} s"
+    next_step = "look at that process's own error, or give the pipeline a longer start_s="
+
+
+class StagesDisagreeError(FusionError, ValueError):
+    """Two processes would run different pipelines. Fields: what, first, second (ranks), one, two (values)."""
+
+    template = "processes {first} and {second} disagree about {what}: {one} and {two}"
+    next_step = "run the same script, with the same versions and the same plan, in every process"
+
+
+class PipelineArgumentError(FusionError, ValueError):
+    """The arguments of a pipeline do not fit its plan or its processes. Fields: detail."""
+
+    template = "the pipeline cannot run: {detail}"
+    next_step = "examples/machines.py is a script that runs"
+
+
 class KernelError(FusionError, RuntimeError):
     """A kernel fails to compile or to launch. Fields: kernel, action ("compile", "launch"), detail."""
 
