@@ -264,7 +264,7 @@ def test_a_rehearsal_measures_the_stages_and_changes_nothing() -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     machines = [replace(m, speed=1.0 + 9.0 * (m.name == "b")) for m in THREE]
     plan = fc.partition(model, (x,), machines=machines, links=LINK, cuts=("gelu", "linear_5"))
-    measured = plan.rehearsed(x)
+    measured = plan.rehearsed((x,))
     assert type(measured) is type(plan) and measured.edges == plan.edges and measured.cuts == plan.cuts
     assert all(s.forward_us > 5 and s.backward_us > 5 for s in measured.stages)
     assert measured.step_us > max(8 * s.us for s in measured.stages)
