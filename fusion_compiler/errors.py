@@ -88,7 +88,7 @@ class NotExportableError(FusionError, RuntimeError):
     """torch.export cannot take a model as one graph. Fields: model, detail."""
 
     template = "{model} cannot be exported as one graph, which is what is cut: {detail}"
-    next_step = "see https://docs.pytorch.org/docs/stable/export.html, or cut it by hand with PipelineStage"
+    next_step = "change what torch.export refuses, or cut the model by hand, with PipelineStage of PyTorch"
 
 
 class MachinesError(FusionError, ValueError):

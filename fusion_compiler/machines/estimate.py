@@ -115,43 +115,58 @@ def this_cpu(threads: int) -> DeviceSpec:
     )
 
 
-def median_us(call: Callable[[], object], repetitions: int = REPETITIONS) -> float:
+def median_us(call: Callable[[], object]) -> float:
     """Return the median time of a call, after one that does not count."""
-    call()
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return timed_passes(call, training=False)[0]
+
+
+def timed_passes(call: Callable[[], Any], training: bool) -> tuple[float, float, list[Tensor]]:
+    """Return the median time of a call and of the backward pass from its results, in microseconds, and the
+    tensors among these. The first repetition does not count."""
+    forward: list[float] = []
+    backward: list[float] = []
+    results: list[Tensor] = []
+    for _ in range(REPETITIONS + 1):
+        start = now()
+        with torch.set_grad_enabled(training):
+            values = call()
+        forward.append(now() - start)
+        results = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+        roots = [t for t in results if t.requires_grad]
+        gradients = [torch.randn_like(t) for t in roots]
+        start = now()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        backward.append(now() - start if roots else 0.0)
+    return statistics.median(forward[1:]), statistics.median(backward[1:]), results
+
+
+def now() -> float:
+    """Return microseconds, after all that a GPU has been given to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e6 * time.perf_counter()
 
 
 def measure(work: Workload, device: torch.device) -> Times:
     """Return the time of each operator on this machine, forward and backward: operators of equal arguments
     run once, on random numbers (indices are zero)."""
     times: dict[Hashable, tuple[float, float]] = {}
-    forward, backward = [], []
     for name in work.order:
         node = work.dag.nodes[name]
-        key = signature(work, node)
-        if key not in times:
+        if (key := signature(work, node)) not in times:
             times[key] = measure_node(work, node, device)
-        forward.append(times[key][0])
-        backward.append(times[key][1])
-    return tuple(forward), tuple(backward)
+    pairs = [times[signature(work, work.dag.nodes[name])] for name in work.order]
+    return tuple(f for f, _ in pairs), tuple(b for _, b in pairs)
 
 
 def signature(work: Workload, node: fx.Node) -> Hashable:
     """Return what an operator's time depends on: its target, numbers, shapes, strides, dtypes, gradients."""
 
-    def plain(arg: Any) -> Hashable:
+    def plain(arg: object) -> Hashable:
         if not isinstance(arg, fx.Node):
             return repr(arg)
-        value = value_of(work, arg)
-        metas = [
-            (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else repr(t)
-            for t in pytree.tree_leaves(value)
-        ]
+        metas = [(t.shape, t.stride(), t.dtype) for t in pytree.tree_leaves(value_of(work, arg))]
         return repr(metas), arg.name in work.differentiable
 
     return str(node.target), tuple(map(plain, pytree.tree_leaves((node.args, node.kwargs))))
@@ -162,10 +177,10 @@ def value_of(work: Workload, node: fx.Node) -> Any:
 
 
 def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[float, float]:
-    if node.op != "call_function" or is_view(node.target):
+    if is_view(node.target):
         return 0.0, 0.0
 
-    def example(arg: Any) -> Any:
+    def example(arg: object) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
         wanted = arg.name in work.differentiable
@@ -173,25 +188,7 @@ def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[f
 
     args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
     target: Any = node.target
-
-    def synchronized(call: Callable[[], object]) -> None:
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    forward = median_us(lambda: synchronized(lambda: target(*args, **kwargs)))
-    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-    if node.name not in work.differentiable or not inputs:
-        return forward, 0.0
-    results = [
-        t for t in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(t, Tensor) and t.requires_grad
-    ]
-    gradients = [torch.randn_like(t) for t in results]
-
-    def back() -> None:
-        torch.autograd.grad(results, inputs, gradients, retain_graph=True, allow_unused=True)
-
-    return forward, median_us(lambda: synchronized(back))
+    return timed_passes(lambda: target(*args, **kwargs), node.name in work.differentiable)[:2]
 
 
 def random_like(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:

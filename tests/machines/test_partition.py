@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -90,9 +91,7 @@ def same(left: tuple[Any, ...], right: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")  # PyTorch's pipeline()
-@pytest.mark.parametrize(
-    "cuts", CUTS
-)
+@pytest.mark.parametrize("cuts", CUTS)
 def test_the_stages_one_after_the_other_are_the_model(cuts: tuple[str, ...] | None) -> None:
     torch.manual_seed(0)
     model = Language().double()
@@ -258,6 +257,19 @@ def test_measured_times_are_those_of_this_machine() -> None:
     cpus = [fc.Machine(name, "cpu") for name in "ab"]
     estimated = fc.partition(model, (torch.randn(256, 64),), machines=cpus, links=LINK, cuts=plan.cuts)
     assert 0.05 < estimated.step_us / plan.step_us < 20
+
+
+def test_a_rehearsal_measures_the_stages_and_changes_nothing() -> None:
+    model, x = Language(), torch.randint(0, 50, (3, 7))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    machines = [replace(m, speed=1.0 + 9.0 * (m.name == "b")) for m in THREE]
+    plan = fc.partition(model, (x,), machines=machines, links=LINK, cuts=("gelu", "linear_5"))
+    measured = plan.rehearsed((x,))
+    assert type(measured) is type(plan) and measured.edges == plan.edges and measured.cuts == plan.cuts
+    assert all(s.forward_us > 5 and s.backward_us > 5 for s in measured.stages)
+    assert measured.step_us > max(8 * s.us for s in measured.stages)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_plan_prints() -> None:
