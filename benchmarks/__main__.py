@@ -36,6 +36,7 @@ BENCHMARKS = {
     "row-ranges": "decoding.row_ranges",
     "optimizer": "optimizer.measure",
     "compile-time": "compile_time.measure",
+    "machines": "machines.cuts",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }
