@@ -24,7 +24,7 @@ from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind, spec_of
-from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, tokens_of
+from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, cost_of_products, tokens_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
@@ -137,6 +137,11 @@ class Candidates:
         product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
         return product is not None and product.shares_matrix
 
+    def large_products(self, ops: Iterable[str]) -> list[Op]:
+        """Return the products with many rows among some ops."""
+        contractions = (op for op in map(self.dag.op, ops) if op.kind is Kind.CONTRACTION)
+        return [op for op in contractions if op.target not in depthwise.CALLS and not self.streams(op)]
+
     def cheap(self, op: Op) -> bool:
         """True if computing an op again costs no more than reading its result: it reads one tensor at most,
         which is not wider than the result, or it draws random numbers, which take half the time in which
@@ -193,6 +198,12 @@ class Candidates:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """Return the fastest loop nest of a set of ops and its cost. Raises Illegal."""
+        if products := self.large_products(ops):
+            try:
+                loops, cost = self.form(ops, outputs, None, in_tile=True)
+            except LookupError as error:
+                raise Illegal("schedule", f"no placement of the product runs them: {error}") from None
+            return loops, cost_of_products(products, cost, self.device)
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         if any(self.shares_matrix(self.dag.op(name)) for name in ops):
             with contextlib.suppress(Illegal):
