@@ -28,6 +28,7 @@ from fusion_compiler.schedule import (
     cooperative,
     inner_reduction,
     looped,
+    matrix_products,
     misaligned,
     outer_reduction,
     persistent,
@@ -124,7 +125,10 @@ def cheapest(roofline: Roofline) -> Cost:
     else:
         runs = list(map(roofline.run, tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]))
     if not runs:
-        raise LookupError(refusal(a, device) or "no schedule")
+        reason = refusal(a, device)
+        if reason is None and a.matrices is not None:
+            reason = matrix_products.refuses(a, a.matrices, matrix_products.itemsizes_of(roofline))
+        raise LookupError(reason or "no schedule")
     return min(map(roofline.cost, runs), key=attrgetter("us"))
 
 

@@ -66,9 +66,8 @@ def refusal_of(
         is_shared = isinstance(node, Reduce) and loops.names[number] not in of_each
         shared = node.axes & on_grid if isinstance(node, Reduce) and is_shared else frozenset[int]()
         waits.append({node.axes: number} if isinstance(node, Reduce) and shared else before)
-    capability = re.fullmatch(r"sm_(\d+)", device.target) if device is not None else None
     for name in sorted(placement.descriptors):
-        if device is not None and (capability is None or int(capability[1]) < DESCRIPTORS):
+        if device is not None and not has_descriptors(device):
             return f"{device.target} has no tensor descriptors"
         loads = [node for node in loops.nodes if isinstance(node, Load) and node.buffer == name]
         if not loads:
@@ -83,3 +82,9 @@ def refusal_of(
         if (reason := next((box for box in boxes if isinstance(box, str)), None)) is not None:
             return reason
     return None
+
+
+def has_descriptors(device: DeviceSpec) -> bool:
+    """True if a device loads through tensor descriptors."""
+    capability = re.fullmatch(r"sm_(\d+)", device.target)
+    return capability is not None and int(capability[1]) >= DESCRIPTORS

@@ -24,7 +24,7 @@ from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind, spec_of
-from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, cost_of_products, tokens_of
+from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, tokens_of
 from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.library import library_call
 from fusion_compiler.passes.fuse.memo import Memo
@@ -36,6 +36,7 @@ from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.matrices import Matrices
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -137,10 +138,9 @@ class Candidates:
         product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
         return product is not None and product.shares_matrix
 
-    def large_products(self, ops: Iterable[str]) -> list[Op]:
-        """Return the products with many rows among some ops."""
-        contractions = (op for op in map(self.dag.op, ops) if op.kind is Kind.CONTRACTION)
-        return [op for op in contractions if op.target not in depthwise.CALLS and not self.streams(op)]
+    def has_many_rows(self, op: Op) -> bool:
+        """True if an op is a product of two matrices with many rows, which is bound by arithmetic."""
+        return op.kind is Kind.CONTRACTION and op.target not in depthwise.CALLS and not self.streams(op)
 
     def cheap(self, op: Op) -> bool:
         """True if computing an op again costs no more than reading its result: it reads one tensor at most,
@@ -198,12 +198,11 @@ class Candidates:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """Return the fastest loop nest of a set of ops and its cost. Raises Illegal."""
-        if products := self.large_products(ops):
+        if any(self.has_many_rows(self.dag.op(name)) for name in ops):
             try:
-                loops, cost = self.form(ops, outputs, None, in_tile=True)
+                return self.form(ops, outputs, None, in_tile=True)
             except LookupError as error:
-                raise Illegal("schedule", f"no placement of the product runs them: {error}") from None
-            return loops, cost_of_products(products, cost, self.device)
+                raise Illegal("schedule", str(error)) from None
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         if any(self.shares_matrix(self.dag.op(name)) for name in ops):
             with contextlib.suppress(Illegal):
@@ -257,7 +256,7 @@ class Candidates:
         )
         loops = simplify(lowered)
         if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
-            if Products.of(loops, self.hints) is None:
+            if Products.of(loops, self.hints) is None and Matrices.of(loops) is None:
                 raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
         analysis = Analysis(loops)
         best = self.checked(analysis, ops)

@@ -7,7 +7,6 @@ and eager's kernels have a roofline of their own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf, prod
 
 import sympy
@@ -15,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import FEW_ROWS, Op
-from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.device import GEMM_SHARE, DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
@@ -26,12 +25,8 @@ from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
 from fusion_compiler.schedule.work import BufferInfo
 
-# Large products reach this share of the tensor units' rate: 16384 x 1024 x 4096 in bf16, measured 0.188 ms.
-GEMM_SHARE = 0.74
-# Clusters with products of many rows are assumed to reach this share of a library's rate. It is the bar that
-# `python -m benchmarks products` holds them to, and no measurement.
-PRODUCT_SHARE = 0.92
-ATTENTION_SHARE = 0.35  # the same for attention: eight causal layers of 4 x 2048 x 32 x 64, measured 1.6 ms
+# As GEMM_SHARE, for attention: eight causal layers of 4 x 2048 x 32 x 64, measured 1.6 ms.
+ATTENTION_SHARE = 0.35
 # Products of few rows, each of which reads its matrix, reach this share of bandwidth: a token of a Llama-1B
 # shape takes 81 of them, 1.06 ms for what .58 ms would stream; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
@@ -131,13 +126,6 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed
         us, bound = max(us, streamed), bound if us > streamed else "memory"
     return Cost(us, read, written, flops, bound)
-
-
-def cost_of_products(products: Sequence[Op], cost: Cost, device: DeviceSpec) -> Cost:
-    """Predict a cluster with products of many rows. cost: of its nest, with the bytes that it moves."""
-    rate = device.tensor_flops * GEMM_SHARE * PRODUCT_SHARE
-    us, bound = _roofline(device, sum(op.flops for op in products) / rate, cost.moved, 1.0)
-    return replace(cost, us=us, bound=bound)
 
 
 def tokens_of(op: Op, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> float:

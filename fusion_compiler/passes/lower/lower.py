@@ -189,7 +189,8 @@ class Lowering(Builder):
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
         groups = space.axis_groups
-        axes = tuple(Axis(f"a{i}", size, groups[i]) for i, size in enumerate(space.axes))
+        sizes = enumerate(space.axes)
+        axes = tuple(Axis(f"a{i}", size, groups[i], most=dag.most.get(size)) for i, size in sizes)
         super().__init__(dag, axes, space.extents)
         self.ops, self.outputs, self.space = ops, outputs, space
         self.rounder = Rounder(self, rounding)

@@ -1,0 +1,228 @@
+"""Products of matrices with many rows on tensor cores: what their kernels compute in Triton's interpreter,
+with what the nest computes before and behind them, and what they become on GPUs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ir.loops import Value
+from fusion_compiler.schedule import verifier
+from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.space import refusal, schedules
+from tests.matrices import Products
+
+H200, A100 = device_spec("h200"), device_spec("a100")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def draw(rows: int = 40, cols: int = 40, terms: int = 30) -> tuple[int, int, int]:
+    """Random sizes of at least these, of which most fill no tile."""
+    m, n, k = (random.choice([n, random.randint(n, n + 120), n + -n % 64]) for n in (rows, cols, terms))
+    return m, n, k
+
+
+def placements(nest: Products, count: int = 2) -> list[Placement]:
+    """The best placements of a nest, and others by chance."""
+    loops, buffers = nest.nest(), nest.memory()
+    best = [p for p in schedules(loops, H200) if verifier.refusal(loops, p, buffers, H200) is None]
+    assert best, refusal(Analysis(loops), H200)
+    return [best[0], *random.sample(best[1:], min(count - 1, len(best) - 1))]
+
+
+def distance(ours: Tensor, exact: Tensor) -> float:
+    assert ours.shape == exact.shape and ours.isfinite().all()
+    return float((ours.double() - exact).abs().max()) if exact.numel() else 0.0
+
+
+def compare(
+    nest: Products, f: Callable[..., Tensor | tuple[Tensor, ...]], count: int = 2, wide: float = 1.0
+) -> None:
+    """The nest's results, in the order of its stores, are as close to those of `f` in float64 as eager's are.
+
+    f: called with the nest's inputs in the order of their names.
+    """
+    inputs = nest.inputs(wide=wide)
+    exact, eager = (
+        f(*(change(inputs[name]) for name in sorted(inputs))) for change in (Tensor.double, Tensor.clone)
+    )
+    pairs = list(zip(*(x if isinstance(x, tuple) else (x,) for x in (exact, eager)), strict=True))
+    for placement in placements(nest, count):
+        results = nest.run(placement, inputs)
+        names = dict.fromkeys(store.buffer for store in nest.stores)
+        for name, (truth, theirs) in zip(names, pairs, strict=True):
+            slack = 1e-6 * (1 + float(truth.abs().max()))
+            assert distance(results[name], truth) <= distance(theirs, truth) + slack, (name, str(placement))
+
+
+LAYOUTS = [(a, b) for a in ("mk", "km") for b in ("kn", "nk")]
+
+
+def order(x: Tensor, layout: str, want: str) -> Tensor:
+    return x if layout == want else x.transpose(-2, -1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_a_product_in_every_layout(layouts: tuple[str, str], dtype: torch.dtype, batch: int) -> None:
+    m, n, k = random.choice([(130, 70, 200), draw(terms=16)])
+    nest = Products(m, n, k, batch, dtype)
+    left, right = (nest.read(name, nest.batch + layout) for name, layout in zip("ab", layouts, strict=True))
+    nest.write("out", nest.product(left, right), f"{nest.batch}mn")
+    compare(nest, lambda a, b: order(a, layouts[0], "mk") @ order(b, layouts[1], "kn"))
+
+
+def test_a_result_that_lies_by_columns() -> None:
+    """Neighbours in memory are the columns of its tiles: those of the first factor."""
+    nest = Products(90, 140, 70)
+    nest.write("out", nest.product(nest.read("a", "mk"), nest.read("b", "kn")), "nm")
+    compare(nest, lambda a, b: (a @ b).T.contiguous())
+
+
+def gelu(nest: Products, x: Value) -> Value:
+    erf = nest.op("erf.default", nest.op("mul.Scalar", x, 0.5**0.5))
+    return nest.mul(nest.op("mul.Scalar", x, 0.5), nest.op("add.Scalar", erf, 1.0))
+
+
+def gelu_tanh(nest: Products, x: Value) -> Value:
+    cube = nest.mul(x, nest.mul(x, x))
+    inner = nest.op("mul.Scalar", nest.add(x, nest.op("mul.Scalar", cube, 0.044715)), (2 / torch.pi) ** 0.5)
+    return nest.mul(nest.op("mul.Scalar", x, 0.5), nest.op("add.Scalar", nest.op("tanh.default", inner), 1.0))
+
+
+def silu(nest: Products, x: Value) -> Value:
+    return nest.mul(x, nest.op("sigmoid.default", x))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_bias_and_gelu_behind_it(approximate: str, dtype: torch.dtype) -> None:
+    nest = Products(*draw(), dtype=dtype)
+    y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "nk")), nest.read("c", "n"))
+    nest.write("out", (gelu if approximate == "none" else gelu_tanh)(nest, y), "mn")
+    compare(nest, lambda a, b, c: F.gelu(F.linear(a, b, c), approximate=approximate))
+
+
+def test_a_residual_behind_it_and_the_product_beside_it() -> None:
+    nest = Products(*draw())
+    y = nest.product(nest.read("a", "mk"), nest.read("b", "nk"))
+    nest.write("out", nest.add(y, nest.read("r", "mn")), "mn")
+    nest.write("kept", y, "mn")
+    compare(nest, lambda a, b, r: (a @ b.T + r, a @ b.T))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_two_products_that_share_a_factor(dtype: torch.dtype) -> None:
+    nest = Products(*draw(), dtype=dtype)
+    a = nest.read("a", "mk")
+    gate, up = (nest.product(a, nest.read(name, "nk")) for name in ("b", "c"))
+    nest.write("out", nest.mul(silu(nest, gate), up), "mn")
+    compare(nest, lambda a, b, c: F.silu(a @ b.T) * (a @ c.T))
+    program = nest.program(placements(nest)[0])
+    assert program.kernels[0].source.count("in tl.range(") <= 1, "one loop makes both"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_what_is_computed_of_a_factor(dtype: torch.dtype) -> None:
+    """Scales of rows and of terms in front of the product, rounded as eager rounds them."""
+    nest = Products(*draw(), dtype=dtype)
+    a = nest.mul(nest.mul(nest.read("a", "mk"), nest.read("b", "m", torch.float32)), nest.read("c", "k"))
+    nest.write("out", nest.product(nest.rounded(a), nest.read("d", "nk")), "mn")
+    compare(nest, lambda a, b, c, d: (a.to(b.dtype) * b[:, None] * c).to(d.dtype) @ d.T)
+
+
+def test_a_norm_before_it() -> None:
+    """The statistics of a row are sums over the terms in a loop of their own."""
+    nest = Products(*draw(terms=100))
+    a = nest.read("a", "mk")
+    squares = nest.op("mul.Scalar", nest.summed(nest.mul(a, a), "k"), 1 / int(nest.axes["k"][0]))
+    scale = nest.op("rsqrt.default", nest.op("add.Scalar", squares, 1e-5))
+    left = nest.rounded(nest.mul(nest.mul(a, scale), nest.read("b", "k")))
+    nest.write("out", nest.product(left, nest.read("c", "nk")), "mn")
+    nest.write("scale", scale, "m", torch.float32)
+
+    def f(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        wide = a if a.dtype is torch.float64 else a.float()
+        scale = (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return (wide * scale * b).to(c.dtype) @ c.T, scale[:, 0]
+
+    compare(nest, f)
+
+
+@pytest.mark.parametrize("held", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_weights_of_eight_bits(held: torch.dtype) -> None:
+    """Weights go into tensor cores as 16-bit numbers; their scales multiply the results."""
+    nest = Products(*draw())
+    weight = nest.read("b", "nk", held)
+    weight = weight if held.is_floating_point else nest.op("_to_copy.default", weight)
+    y = nest.product(nest.read("a", "mk"), weight)
+    nest.write("out", nest.mul(y, nest.read("c", "n", torch.float32)), "mn")
+    compare(nest, lambda a, b, c: ((a @ b.to(a.dtype).T) * c).to(a.dtype), wide=4.0)
+
+
+def test_dropout_behind_it() -> None:
+    nest = Products(*draw())
+    y = nest.product(nest.read("a", "mk"), nest.read("b", "nk"))
+    kept = nest.op("ge.Scalar", nest.random("m", "n"), 0.3, dtype=torch.bool)
+    nest.shapes["seed"], nest.dtypes["seed"] = (), torch.int64
+    nest.write("out", nest.op("where.self", kept, y, nest.constant(0.0)), "mn")
+    inputs = {**nest.inputs(), "seed": torch.tensor(7)}
+    exact, (first, *others) = inputs["a"].double() @ inputs["b"].double().T, placements(nest, 3)
+    ours = nest.run(first, inputs)["out"]
+    assert 0.2 < float((ours == 0).double().mean()) < 0.4
+    assert distance(torch.where(ours == 0, exact, ours.double()), exact) <= 0.01 * float(exact.abs().max())
+    for placement in others:
+        assert ((nest.run(placement, inputs)["out"] == 0) == (ours == 0)).all(), (
+            "the same elements are dropped"
+        )
+
+
+def test_sums_of_the_columns_behind_it() -> None:
+    """A bias' gradient: each program stores its part of the sum over the rows."""
+    nest = Products(*draw(rows=140), inner="mk")
+    y = nest.mul(nest.product(nest.read("a", "mk"), nest.read("b", "kn")), nest.read("c", "mn"))
+    nest.write("out", y, "mn")
+    nest.write("bias", nest.summed(y, "m"), "n", torch.float32)
+
+    def f(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        y = (a @ b) * c
+        return y, y.sum(0, dtype=torch.promote_types(y.dtype, torch.float32))
+
+    compare(nest, f)
+
+
+def test_programs_share_the_terms_of_few_tiles() -> None:
+    """What is computed of the product is computed behind the second stage."""
+    nest = Products(*draw()[:2], random.randint(2000, 3000))
+    y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "kn")), nest.read("c", "n"))
+    nest.write("out", gelu(nest, y), "mn")
+    (split, *_) = (p for p in schedules(nest.nest(), H200) if "place(k.o, GRID)" in str(p))
+    inputs = nest.inputs(wide=0.1)
+    a, b, c = (inputs[name].double() for name in "abc")
+    eager = F.gelu(torch.addmm(inputs["c"], inputs["a"], inputs["b"]))
+    exact = F.gelu(torch.addmm(c, a, b))
+    ours = nest.run(split, inputs)["out"]
+    assert distance(ours, exact) <= distance(eager, exact) + 1e-6
+
+
+def test_a_number_of_rows_that_is_known_at_run_time() -> None:
+    rows = sympy.Symbol("s0", integer=True, positive=True)
+    nest = Products(rows, 140, 70)
+    y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "nk")), nest.read("c", "n"))
+    nest.write("out", y, "mn")
+    for placement in placements(nest):
+        for size in (1, 40, 1200):
+            inputs = nest.inputs({rows: size})
+            a, b, c = (inputs[name].double() for name in "abc")
+            ours = nest.run(placement, inputs, [size])["out"]
+            eager = F.linear(inputs["a"], inputs["b"], inputs["c"])
+            assert distance(ours, a @ b.T + c) <= distance(eager, a @ b.T + c) + 1e-6
