@@ -100,7 +100,8 @@ def with_products(plan: FusionPlan, choose: Choose = predicted) -> FusionPlan:
             decisions.append(Decision(RULE, way.fused[0].name, outcome, reason, times.saved))
             continue
         kernels = "one kernel takes" if option.rest is None else "two kernels take"
-        reason = f"the library's product and a kernel are faster: {kernels} {times}"
+        compared = "faster" if times.saved <= 0 else "as fast"
+        reason = f"the library's product and a kernel are {compared}: {kernels} {times}"
         reason = f"nothing was measured: {times.failed}" if times.failed else reason
         decisions += [apart(c, way.reader.name, RULE, reason, times.saved, tensors=(c,)) for c in way.calls]
     decisions += [apart(r.call, readers[r.reader].name, r.rule, r.reason) for r in refusals]

@@ -208,8 +208,8 @@ def _option(search: Search, number: int, calls: tuple[str, ...]) -> Option:
         undo()
     before = _traffic(pool, calls) + sum(pool.bytes(call) for call in calls) + _moved(pool, candidate)
     if (after := _moved(pool, fused) + _moved(pool, left)) >= before:
-        reason = f"with a part of the kernel behind it both move {after} bytes, and {before} without"
-        raise Illegal("traffic", reason)
+        both = f"{after / 1e6:.1f} MB, and apart they move {before / 1e6:.1f} MB"
+        raise Illegal("traffic", f"with a part of the other, it and the rest move {both}")
     return Option(calls, number, fused, left, *us)
 
 
