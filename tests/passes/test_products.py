@@ -174,6 +174,17 @@ def test_a_difference_within_noise_leaves_the_library_alone() -> None:
     assert not Times(10.0, 48.0, 21.0, failed="no memory").pays and Times(99.0, 48.0, 21.0, forced=True).pays
 
 
+def test_a_bias_gradient_is_a_sum_beside_the_product() -> None:
+    def gradient(dy: Tensor, w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        dx = torch.ops.aten.gelu_backward(dy @ w, x)
+        return dx, dx.sum(0)
+
+    plan = with_products(planned(traced(gradient, (4096, 1024), (1024, 4096), (4096, 4096))), forced)
+    (cluster,) = plan.clusters
+    assert held(plan) == ["mm"] and len(cluster.outputs) == 2 and not plan.leftovers
+    assert plan.decision("products").subject == cluster.name  # type: ignore[union-attr]
+
+
 def test_two_products_with_a_shared_operand_are_one_kernel() -> None:
     def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(F.linear(x, gate)) * F.linear(x, up)
@@ -219,6 +230,16 @@ def test_a_dtype_without_tensor_cores_is_refused_with_the_reason(
     plan = with_products(planned(traced(fn, (4096, 256), (512, 256), (512,), dtype=dtype)), forced)
     assert not held(plan)
     assert any(d.rule == "products" and reason in d.reason for d in plan.refusals)
+
+
+def test_of_two_products_without_a_shared_operand_one_is_taken_and_the_other_read() -> None:
+    def both(x: Tensor, y: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return F.gelu(x @ v + y @ w)
+
+    plan = with_products(planned(traced(both, (4096, 512), (4096, 256), (512, 512), (256, 512))), forced)
+    (cluster,) = plan.clusters
+    assert held(plan) == ["mm"] and [d.subject for d in plan.leftovers] == ["mm_1"]
+    assert cluster.inputs == ("x_1", "v_1", "mm_1")
 
 
 def test_what_needs_the_product_and_feeds_its_reader_is_refused() -> None:

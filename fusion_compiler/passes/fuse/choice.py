@@ -8,7 +8,7 @@ device they are predictions. A plan that is read from disk holds the choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_compiler.ir.dag import OpDag
@@ -17,7 +17,7 @@ from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
 from fusion_compiler.ops.products import factors_of
-from fusion_compiler.passes.fuse.cluster import assembled, cluster_name, cluster_of, parts_of
+from fusion_compiler.passes.fuse.cluster import assembled, cluster_name, cluster_of, clusters_of, parts_of
 from fusion_compiler.passes.fuse.products import RULE, Option, options_of, taken_groups
 from fusion_compiler.passes.fuse.search import Search
 
@@ -90,24 +90,40 @@ def with_products(plan: FusionPlan, choose: Choose = predicted) -> FusionPlan:
         return plan
     readers = {n: c for c, numbers in zip(plan.clusters, groups, strict=True) for n in numbers}
     ways = [_ways(search, option, readers[option.reader]) for option in options]
-    chosen, decisions = list[Option](), list[Decision]()
-    for option, way, times in zip(options, ways, choose(plan.dag, ways), strict=True):
-        if times.pays:
-            chosen.append(option)
-            outcome = Outcome.FORCED if times.forced else Outcome.DONE
-            rest = " and another of the rest" if option.rest is not None else ""
-            reason = f"{_described(search, option)} as one kernel{rest}: {times}"
-            decisions.append(Decision(RULE, way.fused[0].name, outcome, reason, times.saved))
-            continue
-        kernels = "one kernel takes" if option.rest is None else "two kernels take"
-        compared = "faster" if times.saved <= 0 else "as fast"
-        reason = f"the library's product and a kernel are {compared}: {kernels} {times}"
-        reason = f"nothing was measured: {times.failed}" if times.failed else reason
-        decisions += [apart(c, way.reader.name, RULE, reason, times.saved, tensors=(c,)) for c in way.calls]
-    decisions += [apart(r.call, readers[r.reader].name, r.rule, r.reason) for r in refusals]
-    solved = search, taken_groups(search, groups, chosen)
-    backward = plan.phase == "backward"
-    return assembled(plan.name, plan.dag, solved, plan.setting, backward=backward, products=tuple(decisions))
+    times = dict(zip(options, choose(plan.dag, ways), strict=True))
+    chosen = [option for option in options if times[option].pays]
+    groups = taken_groups(search, groups, chosen)
+    clusters = clusters_of(search, groups)
+    names = {n: c.name for c, numbers in zip(clusters, groups, strict=True) for n in numbers}
+    decisions = [d for option in options for d in _decided(search, option, times[option], names)]
+    taken = {option.reader: option.number(search) for option in chosen}
+    for refusal in refusals:
+        for number in {refusal.reader, taken.get(refusal.reader, refusal.reader)} & names.keys():
+            if refusal.call in search.pool.read_by(search.candidates[number]):
+                decisions.append(apart(refusal.call, names[number], refusal.rule, refusal.reason))
+    return assembled(
+        plan.name,
+        plan.dag,
+        (search, groups),
+        plan.setting,
+        backward=plan.phase == "backward",
+        products=tuple(decisions),
+    )
+
+
+def _decided(search: Search, option: Option, times: Times, names: Mapping[int, str]) -> list[Decision]:
+    """Return what was decided about an option. names: of the plan's clusters, by their candidates."""
+    if times.pays:
+        outcome = Outcome.FORCED if times.forced else Outcome.DONE
+        rest = " and another of the rest" if option.rest is not None else ""
+        reason = f"{_described(search, option)} as one kernel{rest}: {times}"
+        return [Decision(RULE, names[option.number(search)], outcome, reason, times.saved)]
+    kernels = "one kernel takes" if option.rest is None else "two kernels take"
+    compared = "faster" if times.saved <= 0 else "as fast"
+    reason = f"the library's product and a kernel are {compared}: {kernels} {times}"
+    reason = f"nothing was measured: {times.failed}" if times.failed else reason
+    reader = names[option.reader]
+    return [apart(call, reader, RULE, reason, times.saved, tensors=(call,)) for call in option.calls]
 
 
 def _ways(search: Search, option: Option, reader: Cluster) -> Ways:

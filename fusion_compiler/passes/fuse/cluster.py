@@ -80,7 +80,7 @@ def assembled(
     """Return the plan of what `solve` returns. products: what was decided about products with many rows."""
     search, groups = solved
     pool = search.pool
-    clusters = _clusters(search, groups)
+    clusters = clusters_of(search, groups)
     if setting.numerics != "eager":
         clusters = _mark_single_producers(clusters, dag)
     calls = eager_calls(dag, backward, setting.device, setting.hints)
@@ -160,7 +160,7 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisio
     return (noted("phase", text),)
 
 
-def _clusters(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
+def clusters_of(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
     """Return a cluster for each group of candidates, given by their numbers, with a name of its own."""
     pool, clusters = search.pool, list[Cluster]()
     taken = set(pool.dag.order)

@@ -38,7 +38,7 @@ BEHIND = frozenset({Kind.ELEMENTWISE, Kind.RANDOM, Kind.LAYOUT})
 Groups = Sequence[Sequence[int]]  # the numbers of the candidates of each launch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Option:
     """An option is a cluster that takes in the products which another cluster reads.
 
@@ -58,6 +58,10 @@ class Option:
     def us(self) -> float:
         """Return the predicted time of the clusters that take the place of the calls and their reader."""
         return self.fused.cost.us + (self.rest.cost.us if self.rest is not None else 0.0)
+
+    def number(self, search: Search) -> int:
+        """Return the number that `fused` gets among the candidates."""
+        return search.pool.reads.position[self.calls[-1]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def options_of(search: Search, groups: Groups) -> tuple[tuple[Option, ...], tupl
 
 def take(search: Search, option: Option) -> list[int]:
     """Put an option into the search's candidates. Return the numbers of what takes its reader's place."""
-    number = search.pool.reads.position[option.calls[-1]]
+    number = option.number(search)
     search.candidates[number] = option.fused
     if option.rest is None:
         del search.candidates[option.reader]
