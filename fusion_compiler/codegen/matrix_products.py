@@ -27,15 +27,11 @@ from fusion_compiler.codegen.tile import Assign, Statement
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import Dim, product, quotient
 from fusion_compiler.ir.loops import Load, Reduce, operands_of, source_of
-from fusion_compiler.ops.syntax import Expression, Literal, Var, lift, tl
-from fusion_compiler.schedule.analysis import ceil_div
-from fusion_compiler.schedule.placed_axes import PlacedAxes, placed
+from fusion_compiler.ops.syntax import Expression, Var, fm, lift, tl
+from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.tile_products import multiplied_as, products_of
-
-# Terms that float8 units add up with fewer digits before the sum goes to float32.
-FLOAT8_TERMS = 32
 
 
 def multiplies_matrices(run: Run) -> bool:
@@ -73,7 +69,7 @@ class MatrixEmitter(Emitter):
             for n in self.reductions - self.factors.keys()
             if not self.reduction(n).axes.isdisjoint(of.terms.members)
         }
-        self.group = last_group(self.where)
+        self.group = self.where.last_group()
         self.numbers = dict[tuple[Leaf, Expression], Var]()  # of lanes, by their leaf and their shape
 
     def load_first(self) -> None:
@@ -122,9 +118,11 @@ class MatrixEmitter(Emitter):
         return super().inside(axes)
 
     def numbered(self, leaf: Leaf, lanes: Expression) -> Var:
-        """Return the variable of the numbers of lanes, which those of another axis do not share."""
+        """Return the variable of the numbers of lanes, which those of another axis do not share. Where
+        offsets need 64 bits, the numbers that a loop adds to them have these too."""
         if (leaf, lanes) not in self.numbers:
-            self.numbers[leaf, lanes] = self.state(self.name_of(leaf), lanes)
+            value = lanes.to(torch.int64) if self.wide else lanes
+            self.numbers[leaf, lanes] = self.state(self.name_of(leaf), value)
         return self.numbers[leaf, lanes]
 
     # -- products and reductions ---------------------------------------------------------------------------
@@ -143,7 +141,9 @@ class MatrixEmitter(Emitter):
                 self.tile(n)
         if placed(self.where.reduced_by(node), Place.LOOP):
             return super().reduced(number, node)
-        return self._results(self.let("products", tl.dot(*self._operands(number))))
+        zeros = self.started(number)
+        self.add_terms(number, node, zeros)
+        return zeros
 
     def sharing_loop(self, number: int, around: list[Leaf]) -> list[int]:
         if number in self.factors:
@@ -162,10 +162,9 @@ class MatrixEmitter(Emitter):
         if number not in self.factors:
             super().add_terms(number, node, state)
             return
-        total, options = cast(Var, state.value), dict[str, Expression]()
-        if self.factors[number][2].itemsize == 1:
-            options["max_num_imprecise_acc"] = Literal(FLOAT8_TERMS)
-        self.add(Assign((total,), tl.dot(*self._operands(number), total, **options)))
+        total = cast(Var, state.value)
+        dot = fm.dot_float8 if self.factors[number][2].itemsize == 1 else tl.dot
+        self.add(Assign((total,), dot(*self._operands(number), total)))
 
     def folded(
         self, number: int, node: Reduce, state: Tile, base: str | None = None, join_key: object = None
@@ -198,15 +197,3 @@ class MatrixEmitter(Emitter):
             if tile.lanes != lanes:
                 value = tl.broadcast_to(value, self.shape(lanes))
             return value if isinstance(value, Var) else self.let("factor", value)
-
-
-def last_group(where: PlacedAxes) -> tuple[Dim, Leaf, Leaf] | None:
-    """Return (blocks, groups, blocks of a group) of an axis whose blocks the grid has in groups, of which
-    the last one may have fewer; None if there is no such axis."""
-    for outer in where.grid:
-        for inner in where.grid:
-            if outer.axis == inner.axis and outer is not inner and outer.step == inner.step * inner.extent:
-                blocks = ceil_div(where.axes[inner.axis].size, inner.step)
-                if quotient(blocks, inner.extent) is None:
-                    return blocks, outer, inner
-    return None

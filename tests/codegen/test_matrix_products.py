@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusion_compiler.ir.device import device_spec
-from fusion_compiler.ir.loops import Value
+from fusion_compiler.ir.device import GEMM_SHARE, device_spec
+from fusion_compiler.ir.loops import COLS, INNER, InRange, Value
+from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule import verifier
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placement import Placement
-from fusion_compiler.schedule.space import refusal, schedules
+from fusion_compiler.schedule.space import cheapest, refusal, schedules
 from tests.matrices import Products
 
 H200, A100 = device_spec("h200"), device_spec("a100")
@@ -226,3 +228,192 @@ def test_a_number_of_rows_that_is_known_at_run_time() -> None:
             ours = nest.run(placement, inputs, [size])["out"]
             eager = F.linear(inputs["a"], inputs["b"], inputs["c"])
             assert distance(ours, a @ b.T + c) <= distance(eager, a @ b.T + c) + 1e-6
+
+
+def test_a_sum_of_a_row_of_results_behind_it() -> None:
+    """Where a program has whole rows of results, a norm of them needs no other kernel."""
+    nest = Products(*draw(cols=140), inner="kn")
+    y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "nk")), nest.read("r", "mn"))
+    squares = nest.op("mul.Scalar", nest.summed(nest.mul(y, y), "n"), 1 / int(nest.axes["n"][0]))
+    scale = nest.op("rsqrt.default", nest.op("add.Scalar", squares, 1e-5))
+    nest.write("out", nest.mul(y, scale), "mn")
+
+    def f(a: Tensor, b: Tensor, r: Tensor) -> Tensor:
+        y = (a @ b.T + r).to(torch.promote_types(a.dtype, torch.float32))
+        return (y * (y.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).to(a.dtype)
+
+    compare(nest, f)
+
+
+def test_a_factor_that_is_read_within_a_range() -> None:
+    """A shifted factor, zero where its index leaves the tensor."""
+    m, n, k = draw()
+    nest = Products(m, n, k)
+    nest.described("a", "mk", nest.dtype)
+    inside = nest.push(InRange(nest.index({"m": 1}, -3), 0, m))
+    left = nest.load("a", at={"m": k, "k": 1}, const=-3 * k, within=inside)
+    nest.write("out", nest.product(left, nest.read("b", "kn")), "mn")
+    compare(nest, lambda a, b: F.pad(a, (0, 0, 3, 0))[:m] @ b)
+
+
+def test_a_head_by_its_terms() -> None:
+    """Rows, columns and terms that are several axes each: what attention's heads leave behind."""
+    sizes = {"b": (3, COLS), "s": (17, COLS), "n": (70, COLS), "h": (5, INNER), "d": (24, INNER)}
+    nest = Products(1, 1, 1)
+    nest.axes = dict(sizes)
+    left, right = nest.read("a", "bhsd"), nest.read("b", "nhd")
+    nest.write("out", nest.summed(nest.mul(left, right), "hd"), "bsn")
+    compare(nest, lambda a, b: torch.einsum("bhsd,nhd->bsn", a, b))
+
+
+def test_factors_of_float8() -> None:
+    """Both factors go into tensor cores as they are; scales multiply the results."""
+    nest = Products(*draw(), dtype=torch.float8_e4m3fn)
+    y = nest.product(nest.read("a", "mk"), nest.read("b", "nk"))
+    y = nest.mul(nest.mul(y, nest.read("c", "m", torch.float32)), nest.read("d", "n", torch.float32))
+    nest.write("out", y, "mn", torch.bfloat16)
+
+    def f(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        wide = torch.float64 if c.dtype is torch.float64 else torch.float32
+        y = (a.to(wide) @ b.to(wide).T) * c[:, None] * d
+        return y if wide is torch.float64 else y.to(torch.bfloat16)
+
+    compare(nest, f)
+
+
+EPILOGUES: dict[str, tuple[Callable[[Products, Value], Value], Callable[[Tensor], Tensor]]] = {
+    "nothing": (lambda nest, y: y, lambda y: y),
+    "gelu": (gelu, F.gelu),
+    "silu": (silu, F.silu),
+    "relu": (lambda nest, y: nest.op("relu.default", y), F.relu),
+    "scale": (lambda nest, y: nest.op("mul.Scalar", y, 0.125), lambda y: y * 0.125),
+}
+
+
+@pytest.mark.parametrize("draw_number", range(8))
+def test_random_products(draw_number: int) -> None:
+    """Every combination of layout, batch, dtype, a scale in front and a function behind is some draw's."""
+    epilogue, layouts, dtype = random.choice([*EPILOGUES]), random.choice(LAYOUTS), random.choice(HALVES)
+    batch, scaled, placed = random.choice([1, 1, 2]), random.random() < 0.4, random.choice([40, 300])
+    nest = Products(*draw(placed, 40, random.choice([16, 60, 600])), batch, dtype)
+    left, right = (nest.read(name, nest.batch + layout) for name, layout in zip("ab", layouts, strict=True))
+    if scaled:
+        right = nest.rounded(nest.mul(right, nest.read("s", "n")))
+    behind, of_torch = EPILOGUES[epilogue]
+    nest.write("out", behind(nest, nest.product(left, right)), f"{nest.batch}mn")
+
+    def f(a: Tensor, b: Tensor, s: Tensor | None = None) -> Tensor:
+        a, b = order(a, layouts[0], "mk"), order(b, layouts[1], "kn")
+        return of_torch(a @ (b if s is None else (b * s)))
+
+    compare(nest, f, count=3, wide=0.3)
+
+
+def test_what_tensor_cores_do_not_multiply() -> None:
+    """A factor in float32, as the nest has it or computes it, is refused with a reason; so are few terms."""
+    for dtype, terms, reason in (
+        (torch.float32, 64, "float32"),
+        (torch.bfloat16, 8, "16 terms or more"),
+    ):
+        nest = Products(100, 100, terms, dtype=dtype)
+        nest.write("out", nest.product(nest.read("a", "mk"), nest.read("b", "kn")), "mn")
+        with pytest.raises(LookupError, match=reason):
+            cheapest(Roofline(Analysis(nest.nest()), H200, nest.buffers))
+    nest = Products(100, 100, 64)
+    scaled = nest.mul(nest.read("a", "mk"), nest.read("s", "k"))
+    nest.write("out", nest.product(scaled, nest.read("b", "kn")), "mn")
+    with pytest.raises(LookupError, match="float32"):
+        cheapest(Roofline(Analysis(nest.nest()), H200, nest.buffers))
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    """Every number that a stride multiplies has 64 bits."""
+    nest = Products(300, 100_000, 70_000)
+    nest.write("out", nest.product(nest.read("a", "mk"), nest.read("b", "kn")), "mn")
+    best = [p for p in schedules(nest.nest(), H200) if not p.descriptors]
+    source = nest.program(best[0]).kernels[0].source
+    numbers = [line for line in source.splitlines() if "tl.arange" in line or "program_id" in line]
+    assert len(numbers) > 4 and all(".to(tl.int64)" in line for line in numbers), source
+
+
+def test_groups_of_rows_and_sums_over_rows() -> None:
+    """A last group with fewer blocks is legal where no program numbers its part of a sum over the rows."""
+    nest = Products(9 * 64, 128, 64, inner="mk")
+    y = nest.product(nest.read("a", "mk"), nest.read("b", "kn"))
+    nest.write("out", y, "mn")
+    text = (
+        "split(k, 32); split(m, 64); split(m.o, 8); split(n, 64); place(m.o.o, GRID); place(n.o, GRID); "
+        "place(m.o.i, GRID); place(k.o, LOOP); place(m.i, LANES); place(n.i, LANES); place(k.i, LANES); "
+        "unit(v3, TENSOR_CORE); 4 warps, 3 stages"
+    )
+    placement = Placement.parse(text)
+    assert verifier.refusal(nest.nest(), placement) is None
+    assert nest.program(placement).kernels[0].grid == (9 * 2,)
+    inputs = nest.inputs()
+    exact = inputs["a"].double() @ inputs["b"].double()
+    eager = distance(inputs["a"] @ inputs["b"], exact)
+    assert distance(nest.run(placement, inputs)["out"], exact) <= eager + 1e-6
+    nest.write("bias", nest.summed(y, "m"), "n", torch.float32)
+    assert "the last group has fewer" in str(verifier.refusal(nest.nest(), placement))
+
+
+def of(layout_a: str, layout_b: str, batch: int = 1) -> Products:
+    nest = Products(4096 // batch, 4096, 4096, batch)
+    b = nest.batch
+    nest.write("out", nest.product(nest.read("a", b + layout_a), nest.read("b", b + layout_b)), f"{b}mn")
+    return nest
+
+
+def with_gelu() -> Products:
+    nest = Products(4096, 4096, 4096)
+    y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "nk")), nest.read("c", "n"))
+    nest.write("out", gelu(nest, y), "mn")
+    return nest
+
+
+def swiglu() -> Products:
+    nest = Products(4096, 4096, 4096)
+    a = nest.read("a", "mk")
+    gate, up = (nest.product(a, nest.read(name, "nk")) for name in ("b", "c"))
+    nest.write("out", nest.mul(silu(nest, gate), up), "mn")
+    return nest
+
+
+LARGE: dict[str, Callable[[], Products]] = {
+    "NN": lambda: of("mk", "kn"),
+    "NT": lambda: of("mk", "nk"),
+    "TN": lambda: of("km", "kn"),
+    "TT": lambda: of("km", "nk"),
+    "batch": lambda: of("mk", "kn", 4),
+    "gelu": with_gelu,
+    "swiglu": swiglu,
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+def test_machine_code(target: str, case: str) -> None:
+    """The two best placements keep their sums in registers and copy the next blocks while they multiply."""
+    nest, device = LARGE[case](), {"sm_90": H200, "sm_80": A100}[target]
+    for placement in schedules(nest.nest(), device)[:2]:
+        (kernel,) = nest.program(placement).kernels
+        binary = compile_for(kernel, target)
+        ptx = binary.asm["ptx"]
+        copies = "cp.async.bulk.tensor" if placement.descriptors else "cp.async.cg"
+        assert binary.spills == 0 and binary.registers <= 255, (binary.spills, str(placement))
+        assert 2 * 128 * 64 <= binary.shared_bytes <= device.shared_bytes - 1024
+        assert ("wgmma.mma_async" if target == "sm_90" else "mma.sync") in ptx
+        assert ptx.count(copies) >= placement.num_stages, "no block is copied ahead"
+
+
+def test_predicted_times() -> None:
+    """No more of the units' rate is predicted than a library reaches, and not much less for a large
+    product."""
+    nest = of("mk", "nk")
+    roofline = Roofline(Analysis(nest.nest()), H200, nest.buffers)
+    times = [roofline.us(roofline.run(p)) for p in schedules(nest.nest(), H200, nest.buffers)]
+    library = 1e6 * 2 * 4096**3 / (GEMM_SHARE * H200.tensor_flops)
+    assert library <= times[0] <= 1.15 * library and times == sorted(times)
+    small = of("mk", "nk", 4096 // 64)
+    assert cheapest(Roofline(Analysis(small.nest()), H200, small.buffers)).us >= times[0]
