@@ -64,6 +64,7 @@ SIDES = (
 )  # fmt: skip
 # (terms of a turn, turns whose factors are in shared memory), best first: the first that fits.
 BLOCKS = (64, 4), (64, 3), (32, 4), (32, 3), (32, 2)
+SHALLOW = BLOCKS[2:]  # where both factors pass through registers, of which deeper blocks need more
 LEAST = min(tall for tall, _, _ in SIDES)  # rows or columns of a tile
 
 
@@ -75,16 +76,14 @@ def refuses(a: Analysis, matrices: Matrices, itemsizes: Mapping[str, int] = UNKN
         return f"tensor cores add up {SMALLEST} terms or more, and a product has {terms}"
     for n, node in enumerate(loops.nodes):
         if isinstance(node, Reduce) and n not in matrices.factors:
-            axes = node.axes.intersection(matrices.rows)
-            if not all(isinstance(loops.axes[k].size, int) for k in axes):
+            kept = node.axes.difference(matrices.terms)
+            if not isinstance(_size(loops, kept), int):
                 return f"how many programs have a part of {loops.names[n]} is known at launch only"
     for factor in (factor for factors in matrices.factors.values() for factor in factors):
         node = loops.nodes[source_of(loops.nodes, factor)]
-        short = (
-            itemsizes.get(node.buffer, 2) <= 2 if isinstance(node, Load) else rounding_of(node) is not None
-        )
-        if not short:
-            return f"{loops.names[factor]} is float32, which tensor cores would round"
+        size = itemsizes.get(node.buffer, 2) if isinstance(node, Load) else 4 - 2 * bool(rounding_of(node))
+        if size > 2:
+            return f"{loops.names[factor]} has more than 16 bits, and tensor cores would round it"
     return None
 
 
@@ -98,10 +97,10 @@ def placements(
     if unknown := {*symbols_of((loops,), ())} - hints.keys():
         hints = dict.fromkeys(unknown, MANY) | dict(hints)
         roofline = Roofline(a, device, roofline.work.buffers, hints)
-    runs = list[Run]()
+    runs, blocks = list[Run](), BLOCKS if has_descriptors(device) else SHALLOW
     for tile in _tiles(loops, matrices, hints):
         for part in _parts(loops, matrices, tile, device, hints):
-            placed = (_placed(loops, matrices, tile, block, part, device) for block in BLOCKS)
+            placed = (_placed(loops, matrices, tile, block, part, device) for block in blocks)
             fitting = (run for run in map(roofline.run, placed) if _fits(run, roofline))
             runs += islice((run for run in fitting if refusal_of(run) is None), 1)
     best = [run.placement for run in sorted(runs, key=roofline.us)[:KEPT]]

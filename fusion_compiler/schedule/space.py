@@ -9,7 +9,8 @@ Each kind of schedules of rows and columns is a module. For a loop nest `a` it h
     others(a, device)        other reasonable ones.
 
 At least one kind suits any nest of rows and columns. If all of those refuse, there is no kernel, and the
-reason is the first one's. Nests of other axes have placements from `tiles`, `few_rows` and `windowed`.
+reason is the first one's. Nests of other axes have placements from `tiles`, `few_rows`, `matrix_products` and
+`windowed`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
+from fusion_compiler.schedule.shapes import WARP
 
 SMALLEST = 16  # rows and terms of a product that tensor cores take
 TALL = 64  # rows of a tile that all warps of a program multiply together
@@ -21,6 +22,7 @@ APART = (Place.LOOP, Place.GRID)  # where the terms may lie that a tile has not
 # What one bfloat16 number holds exactly.
 ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly
+FLOAT8_SUMS = 64  # of a thread in float8: the last terms have sums of their own, which are added to float32
 HALVES = (torch.bfloat16, torch.float16)  # what tensor cores multiply as it is, as they do float8
 
 
@@ -101,19 +103,23 @@ def with_exact_products(
     loops: LoopNest, placements: tuple[Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Placement, ...]:
     """Return the placements in which tensor cores make no product whose result needs more digits of the
-    matrix than they take. dtypes: of the buffers."""
+    matrix than they take, or more sums than registers hold. dtypes: of the buffers."""
     if not any(isinstance(directive, On) for placement in placements for directive in placement.directives):
         return placements
     short = Analysis(loops).fp16_values(dtypes)
 
-    def is_exact(number: int, of: Product) -> bool:
+    def suits(number: int, of: Product, warps: int) -> bool:
         if of.is_wide:
-            return multiplied_as(loops, dtypes, (of.matrix, of.vectors)) is not None
+            dtype = multiplied_as(loops, dtypes, (of.matrix, of.vectors))
+            is_few = of.rows.lanes * of.few.lanes <= FLOAT8_SUMS * WARP * warps
+            return dtype is not None and (dtype.itemsize > 1 or is_few)
         matrix, vectors = held(loops, dtypes, of.matrix), held(loops, dtypes, of.vectors)
         terms = Terms.of(matrix, vectors, number not in short)
         return terms.matrix == 1 or number in short or matrix in TWO
 
-    return tuple(p for p in placements if all(is_exact(n, of) for n, of in products_of(loops, p).items()))
+    return tuple(
+        p for p in placements if all(suits(n, of, p.num_warps) for n, of in products_of(loops, p).items())
+    )
 
 
 def parts_of_terms(rows: int, terms: int, warps: int) -> int:
