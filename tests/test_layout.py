@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
     "api": {"errors", "options", "patterns", "runtime", "capture", "optimizer", "compiler", "report"},
-    "pipeline": {"ir", "ops", "passes.chunks", "passes.rewrites"},
+    "pipeline": {"ir", "ops", "passes.chunks", "passes.fuse", "passes.rewrites"},
     "optimizer": {
         "errors", "ir", "ops", "options", "schedule", "codegen", "runtime", "capture", "passes.lower",
     },

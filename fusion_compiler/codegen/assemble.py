@@ -16,6 +16,7 @@ import torch
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
 from fusion_compiler.codegen.chains import ChainEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages, messages_of
+from fusion_compiler.codegen.matrix_products import MatrixEmitter, multiplies_matrices
 from fusion_compiler.codegen.names import GLOBAL
 from fusion_compiler.codegen.passes import (
     checked_late,
@@ -297,7 +298,7 @@ class Part:
             return ChainEmitter(nest, self.run.sharing)
         if self.run.in_rows:
             return AlignedRowEmitter(nest) if self.placement.word else RowEmitter(nest)
-        return ProductEmitter(nest)
+        return MatrixEmitter(nest) if multiplies_matrices(self.run) else ProductEmitter(nest)
 
     def roundings(self) -> Mapping[int, int]:
         """Return what `stored_early` may move: no stores of misaligned rows, of passes or of other tiles."""

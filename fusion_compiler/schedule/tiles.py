@@ -32,7 +32,7 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
 )
-from fusion_compiler.schedule import few_rows
+from fusion_compiler.schedule import few_rows, matrix_products
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
@@ -60,6 +60,8 @@ NO_HINTS: Mapping[sympy.Symbol, int] = {}
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no tile runs a nest on a device, or None if one does."""
     loops = a.loops
+    if a.matrices is not None:
+        return matrix_products.refuses(a, a.matrices)
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
@@ -83,6 +85,8 @@ def placements(
     if refuses(a, roofline.device) is not None:
         return ()
     loops = a.loops
+    if a.matrices is not None:
+        return matrix_products.placements(a, a.matrices, roofline, hints)
     itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
     dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
     products = roofline.work.products

@@ -36,6 +36,7 @@ from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.matrices import Matrices
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -137,6 +138,10 @@ class Candidates:
         product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
         return product is not None and product.shares_matrix
 
+    def has_many_rows(self, op: Op) -> bool:
+        """True if an op is a product of two matrices with many rows, which is bound by arithmetic."""
+        return op.kind is Kind.CONTRACTION and op.target not in depthwise.CALLS and not self.streams(op)
+
     def cheap(self, op: Op) -> bool:
         """True if computing an op again costs no more than reading its result: it reads one tensor at most,
         which is not wider than the result, or it draws random numbers, which take half the time in which
@@ -193,6 +198,11 @@ class Candidates:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """Return the fastest loop nest of a set of ops and its cost. Raises Illegal."""
+        if any(self.has_many_rows(self.dag.op(name)) for name in ops):
+            try:
+                return self.form(ops, outputs, None, in_tile=True)
+            except LookupError as error:
+                raise Illegal("schedule", str(error)) from None
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         if any(self.shares_matrix(self.dag.op(name)) for name in ops):
             with contextlib.suppress(Illegal):
@@ -246,7 +256,7 @@ class Candidates:
         )
         loops = simplify(lowered)
         if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
-            if Products.of(loops, self.hints) is None:
+            if Products.of(loops, self.hints) is None and Matrices.of(loops) is None:
                 raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
         analysis = Analysis(loops)
         best = self.checked(analysis, ops)
