@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from fusion_compiler.ir.kernel import Buffer
-from fusion_compiler.ir.loops import COLS, INNER, Coordinate, LoopNest, Reduce, Value
+from fusion_compiler.ir.loops import COLS, INNER, Coordinate, InRange, LoopNest, Reduce, Value
 from tests.hand_made import contiguous
 from tests.nests import Nest
 
@@ -85,13 +86,11 @@ class Chain(Nest):
         return {name: contiguous(name, shape, dtype) for name, (shape, dtype) in self.tensors.items()}
 
 
-Scores = Callable[[Chain, Value], Value]
-
-
-def chain(b: int, h: int, i: int, j: int, d: int, e: int) -> Chain:
-    """Return a nest with the axes of attention, of these sizes. Nests have no axes of one element."""
-    sizes = {"b": b, "h": h, "i": i, "e": e, "j": j, "d": d}
-    return Chain({name: (sizes[name], INNER if name in "jd" else COLS) for name in AXES})
+def chain(*sizes: int) -> Chain:
+    """Return a nest with the axes b, h, i, e, j and d, of these sizes."""
+    inner = {"j", "d"}
+    pairs = zip(AXES, sizes, strict=True)
+    return Chain({name: (size, INNER if name in inner else COLS) for name, size in pairs})
 
 
 def products(nest: Chain, dtype: torch.dtype, names: tuple[str, str, str] = ("q", "k", "t")) -> Value:
@@ -102,47 +101,145 @@ def products(nest: Chain, dtype: torch.dtype, names: tuple[str, str, str] = ("q"
     return nest.call(called, nest.over("sum", nest.mul(q, k), "d"))
 
 
-def weights(nest: Chain, scores: Value, suffix: str = "") -> tuple[Value, Value, Value]:
-    """Return the largest score of a row, exp(score - largest) and their sum."""
-    m = nest.call(f"m{suffix}", nest.over("max", scores, "j"))
-    p = nest.exp(nest.sub(scores, m))
-    return m, p, nest.call(f"l{suffix}", nest.over("sum", p, "j"))
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute scores of products, in a nest and in PyTorch.
+
+    nest: the scores of the products. plain: the same of tensors [b, h, i, j] and of other inputs.
+    inputs: by name, the axes of each other input. sink: the name of an input of which every row has another
+    score without a value.
+    """
+
+    nest: Callable[[Chain, Value], Value]
+    plain: Callable[..., Tensor]
+    inputs: dict[str, str] = field(default_factory=dict[str, str])
+    sink: str = ""
 
 
-def attention(
-    b: int, h: int, i: int, j: int, d: int, e: int, scores: Scores, dtype: torch.dtype = torch.bfloat16
-) -> Chain:
-    """Return attention, forward: `out` [b, h, i, e] and `lse` [b, h, i], the logarithms of the sums."""
-    nest = chain(b, h, i, j, d, e)
-    m, p, total = weights(nest, scores(nest, products(nest, dtype)))
+def attention(variant: Variant, dtype: torch.dtype, *sizes: int) -> Chain:
+    """Return attention, forward: `out` [b, h, i, e] and `lse` [b, h, i], the logarithms of the sums.
+
+    sizes: of the axes b, h, i, e, j and d.
+    """
+    nest = chain(*sizes)
+    scores = variant.nest(nest, products(nest, dtype))
+    m = nest.call("m", nest.over("max", scores, "j"))
+    sink = nest.tensor(variant.sink, *variant.inputs[variant.sink], dtype=dtype) if variant.sink else None
+    top = m if sink is None else nest.op("maximum.default", m, sink)
+    p = nest.exp(nest.sub(scores, top))
+    total = nest.call("l", nest.over("sum", p, "j"))
+    if sink is not None:
+        total = nest.add(total, nest.exp(nest.sub(sink, top)))
     v = nest.tensor("v", "b", "h", "j", "e", dtype=dtype)
     o = nest.call("o", nest.over("sum", nest.mul(p, v), "j"))
     nest.result("out", nest.div(o, total), "b", "h", "i", "e", dtype=dtype)
-    nest.result("lse", nest.add(m, nest.op("log.default", total)), "b", "h", "i", dtype=torch.float32)
+    nest.result("lse", nest.add(top, nest.op("log.default", total)), "b", "h", "i", dtype=torch.float32)
     return nest
 
 
-def scaled(scale: float) -> Scores:
-    return lambda nest, t: nest.mul(t, nest.constant(scale))
+def plain(variant: Variant, q: Tensor, k: Tensor, v: Tensor, **inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `attention` computes, in PyTorch: `out` and `lse`."""
+    sink = inputs.pop(variant.sink, None)
+    scores = variant.plain(q @ k.mT, **inputs)
+    top = scores.amax(-1, keepdim=True)
+    if sink is not None:
+        top = torch.maximum(top, sink[:, None, None])
+    p = (scores - top).exp()
+    total = p.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink[:, None, None] - top).exp()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return p.to(v.dtype) @ v / total, (top + total.log())[..., 0].to(dtype)
 
 
-def capped(scale: float, cap: float) -> Scores:
+def positions(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the queries and keys of scores [..., i, j]."""
+    return torch.arange(s.shape[-2])[:, None], torch.arange(s.shape[-1])
+
+
+def scaled(scale: float) -> Variant:
+    return Variant(lambda nest, t: nest.mul(t, nest.constant(scale)), lambda s: s * scale)
+
+
+def soft_capped(scale: float, cap: float) -> Variant:
     """Return cap * tanh(t * scale / cap)."""
 
-    def scores(nest: Chain, t: Value) -> Value:
+    def nest_scores(nest: Chain, t: Value) -> Value:
         return nest.mul(nest.op("tanh.default", nest.mul(t, nest.constant(scale / cap))), nest.constant(cap))
 
-    return scores
+    return Variant(nest_scores, lambda s: cap * torch.tanh(s * (scale / cap)))
 
 
-def causal(inner: Scores) -> Scores:
+def masked(
+    inner: Variant, nest_mask: Callable[[Chain], Value], mask: Callable[..., Tensor], **inputs: str
+) -> Variant:
+    """Return the scores of another variant where a condition holds, and -inf elsewhere."""
+
     def scores(nest: Chain, t: Value) -> Value:
-        visible = nest.compare("le.Tensor", nest.place("j"), nest.place("i"))
-        return nest.where(visible, inner(nest, t), -math.inf)
+        return nest.where(nest_mask(nest), inner.nest(nest, t), -math.inf)
 
-    return scores
+    def plain_scores(s: Tensor, **tensors: Tensor) -> Tensor:
+        i, j = positions(s)
+        visible = mask(i, j, **{name: tensors.pop(name) for name in inputs})
+        return inner.plain(s, **tensors).masked_fill(~visible, -math.inf)
+
+    return Variant(scores, plain_scores, inner.inputs | inputs, inner.sink)
 
 
-def soft_capped_causal(scale: float, cap: float) -> Scores:
+def causal(inner: Variant) -> Variant:
+    return masked(
+        inner, lambda nest: nest.compare("le.Tensor", nest.place("j"), nest.place("i")), lambda i, j: j <= i
+    )
+
+
+def soft_capped_causal(scale: float, cap: float) -> Variant:
     """Return the scores of program 4: where(j <= i, cap * tanh(t * scale / cap), -inf)."""
-    return causal(capped(scale, cap))
+    return causal(soft_capped(scale, cap))
+
+
+def window(inner: Variant, size: int) -> Variant:
+    """Return scores of the last `size` keys up to each query."""
+    return masked(
+        inner,
+        lambda nest: nest.push(InRange(nest.index({"i": 1, "j": -1}), 0, size)),
+        lambda i, j: (i >= j) & (i - j < size),
+    )
+
+
+def padded(inner: Variant) -> Variant:
+    """Return scores of the first keys of each batch; `length` says how many."""
+
+    def mask(nest: Chain) -> Value:
+        return nest.compare("lt.Tensor", nest.place("j"), nest.tensor("length", "b", dtype=torch.int64))
+
+    return masked(inner, mask, lambda i, j, length: j < length[:, None, None, None], length="b")
+
+
+def alibi(scale: float) -> Variant:
+    """Return t * scale + slope[h] * (j - i)."""
+
+    def scores(nest: Chain, t: Value) -> Value:
+        apart = nest.push(Coordinate(nest.index({"j": 1, "i": -1}), torch.float32))
+        slope = nest.tensor("slope", "h", dtype=torch.float32)
+        return nest.add(nest.mul(t, nest.constant(scale)), nest.mul(slope, apart))
+
+    def plain_scores(s: Tensor, slope: Tensor) -> Tensor:
+        i, j = positions(s)
+        return s * scale + slope[:, None, None] * (j - i)
+
+    return Variant(scores, plain_scores, {"slope": "h"})
+
+
+def biased(scale: float) -> Variant:
+    """Return t * scale + bias[h, i, j]."""
+
+    def scores(nest: Chain, t: Value) -> Value:
+        bias = nest.tensor("bias", "h", "i", "j", dtype=torch.float32)
+        return nest.add(nest.mul(t, nest.constant(scale)), bias)
+
+    return Variant(scores, lambda s, bias: s * scale + bias, {"bias": "hij"})
+
+
+def with_sink(inner: Variant) -> Variant:
+    """Return the same scores, beside which every row of a head has another one, without a value."""
+    return replace(inner, inputs=inner.inputs | {"sink": "h"}, sink="sink")
