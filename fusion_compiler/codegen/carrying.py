@@ -20,7 +20,7 @@ exponential of -inf - -inf would be NaN. Rows that are -inf to the end become Na
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -28,13 +28,15 @@ from typing import cast
 import torch
 
 from fusion_compiler.codegen import monoids
-from fusion_compiler.codegen.chains import ChainEmitter
+from fusion_compiler.codegen.chains import ChainEmitter, Goal
 from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.live_loops import Span, spans_of
 from fusion_compiler.codegen.second_stages import Partial
-from fusion_compiler.codegen.tile import Assign, Combine
+from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.loops import (
     Compute,
+    Coordinate,
     Load,
     Reduce,
     Store,
@@ -46,6 +48,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ops.arithmetic import ADD, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, dependent
+from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
 from fusion_compiler.schedule.placement import Leaf
 from fusion_compiler.schedule.shared_reductions import SharedReductions
 from fusion_compiler.schedule.tile_products import products_of
@@ -70,6 +73,8 @@ class CarryingEmitter(ChainEmitter):
     bases: the maxima and minima that they read. waits: by node, those on which it depends. running: those of
     the loop that is open. dots: the products of two tiles. all_lanes: the dimensions of the placement.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
+    span: the part of a loop that is emitted. holding: the conditions that hold in it.
+    compared: nodes that are only compared; as positions they need no 64 bits.
     """
 
     def __init__(self, nest: PlacedNest, sharing: SharedReductions, carried: Mapping[int, Carried]) -> None:
@@ -83,6 +88,11 @@ class CarryingEmitter(ChainEmitter):
         self.waits = [{n for n in self.bases if number in late[n]} for number in range(len(self.loops.nodes))]
         self.running: dict[int, Running] = {}
         self.used: dict[int, dict[tuple[Leaf, ...], None]] = {}
+        readers = [(node, o) for node in self.loops.nodes for o in operands_of(node)]
+        others = {o for node, o in readers if not isinstance(node, Compute) or node.spec.compare is None}
+        self.compared = frozenset() if self.wide else {o for _, o in readers} - others
+        self.span: tuple[Leaf, Span] | None = None
+        self.holding: Collection[int] = frozenset()
         self.plain_maxima = frozenset(n for n in self.bases if self._reaches_a_sum(n, late[n]))
 
     def _reaches_a_sum(self, base: int, late: frozenset[int]) -> bool:
@@ -135,6 +145,9 @@ class CarryingEmitter(ChainEmitter):
         self.scopes[self.depth].tiles[self.key(number)] = tile
 
     def emitted(self, number: int) -> Tile:
+        node = self.loops.nodes[number]
+        if number in self.compared and isinstance(node, Coordinate):
+            return self.index(node.index)
         tile = super().emitted(number)
         if len(tile.lanes) > 1:
             self.used.setdefault(number, {})[self.lanes] = None
@@ -143,6 +156,44 @@ class CarryingEmitter(ChainEmitter):
     def block_of(self, number: int) -> int:
         depths = (self.running[n].depth for n in self.waits[number] if n in self.running)
         return max(super().block_of(number), *depths, 0)
+
+    # -- loops ---------------------------------------------------------------------------------------------
+
+    def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
+        bounds = self.bounds(loop, numbers) if len(goals) == len(numbers) else None
+        conditions = {} if bounds is None else bounds
+        spans = [] if bounds is None else spans_of(self, loop, [b for of in bounds.values() for b in of])
+        for span in spans:
+            self.span = loop, span
+            self.holding = conditions.keys() if span.is_full else frozenset()
+            yield
+        if not spans:
+            yield
+        self.span, self.holding = None, frozenset()
+
+    def bounds(self, loop: Leaf, numbers: Sequence[int]) -> Bounds | None:
+        """Return what holds wherever some reductions over a loop have terms that change them; None if a block
+        without terms is no part of it that can be left out."""
+        bases = [n for n in numbers if n in self.bases]
+        sums = [self.carried[n] for n in numbers if n in self.carried]
+        if len(bases) + len(sums) < len(numbers) or not all(of.vanishes for of in sums):
+            return None
+        reductions = [self.reduction(n) for n in bases]
+        all_bounds = [bounds_of(self.loops, r.operand, PEAKS[r.combine]) for r in reductions]
+        return all_bounds[0] if all(bounds == all_bounds[0] for bounds in all_bounds) else {}
+
+    def values_of(self, loop: Leaf) -> Range:
+        values = super().values_of(loop)
+        if self.span is None or self.span[0] != loop:
+            return values
+        return replace(values, start=self.span[1].start, end=self.span[1].end)
+
+    def literal(self, number: int) -> float | bool | None:
+        return True if number in self.holding else super().literal(number)
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        is_full = self.span is not None and self.span[1].is_full
+        return super().inside(axes - {self.span[0].axis} if self.span is not None and is_full else axes)
 
     # -- reductions ----------------------------------------------------------------------------------------
 

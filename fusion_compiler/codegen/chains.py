@@ -16,7 +16,7 @@ the loops (`schedule.shared_reductions`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,9 +105,10 @@ class ChainEmitter(KeptTiles):
             goals_of_turn = [self.goal_of_sum(n) for n in of_turn]
             goals_of_turn += [goal for goal in inside if after[goal] == turn]
             self.passes.append(turn == last)
-            with self.inside_loops([loop]):
-                self.reach(goals_of_turn, inner)
-                self.turn(of_turn)
+            for _ in self.spans(loop, of_turn, goals_of_turn):
+                with self.inside_loops([loop]):
+                    self.reach(goals_of_turn, inner)
+                    self.turn(of_turn)
             self.passes.pop()
             for n in of_turn:
                 self.end(n)
@@ -116,6 +117,11 @@ class ChainEmitter(KeptTiles):
     def begin(self, number: int) -> None:
         """Start the accumulator of a reduction before its loop."""
         self.sums[number] = self.started(number)
+
+    def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
+        """Yield once for each part of a loop that is emitted by itself. numbers, goals: the reductions that
+        the loop makes, and all that it does."""
+        yield
 
     def turn(self, numbers: Iterable[int]) -> None:
         """End a turn of the loop that makes some reductions."""

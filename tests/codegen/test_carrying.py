@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.verifier import refusal
 from tests.exactness import not_as_close, wide
@@ -59,9 +61,12 @@ def drawn(nest: Chain, scale: float = 2.0) -> dict[str, Tensor]:
     return tensors
 
 
+def run(program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return interpret(program, [tensors[buffer.name] for buffer in program.inputs], [])
+
+
 def compare(variant: Variant, nest: Chain, place: Placement, tensors: dict[str, Tensor]) -> None:
-    program = built(nest, place)
-    ours = interpret(program, [tensors[buffer.name] for buffer in program.inputs], [])
+    ours = run(built(nest, place), tensors)
     inputs = {name: tensors[name] for name in ("q", "k", "v", *variant.inputs)}
     eager, truth = nests.plain(variant, **inputs), nests.plain(variant, **wide(inputs))
     for one, theirs, exact in zip(ours, eager, truth, strict=True):
@@ -112,8 +117,63 @@ def test_scores_that_grow_from_block_to_block() -> None:
         compare(variant, nest, placement(16, 16), tensors)
 
 
-def test_the_loop_is_read_once() -> None:
-    nest = nests.attention(nests.soft_capped_causal(0.25, 5.0), torch.bfloat16, *SIZES)
-    (kernel,) = built(nest, placement(16, 16)).kernels
-    assert kernel.source.count("tl.range") == kernel.source.count("tl.trans") == 1
-    assert kernel.source.count("tl.dot") == 2
+def causal_window(size: int) -> Variant:
+    return nests.window(nests.causal(nests.scaled(0.25)), size)
+
+
+MASKS = {
+    "causal": nests.causal(nests.scaled(0.25)),
+    "window": nests.window(nests.scaled(0.25), 20),
+    "long window": nests.window(nests.scaled(0.25), 75),
+    "causal window": causal_window(33),
+    "padding": nests.causal(nests.padded(nests.scaled(0.25))),
+    "future": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("lt.Tensor", nest.place("i"), nest.place("j")),
+        lambda i, j: i < j,
+    ),
+    "shifted": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("ge.Tensor", nest.op("add.Tensor", nest.place("i"), 21), nest.place("j")),
+        lambda i, j: i + 21 >= j,
+    ),
+    "first keys": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("gt.Scalar", nest.place("j"), 40),
+        lambda i, j: j > 40,
+    ),
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 32), (64, 16)], ids=str)
+def test_blocks_that_no_query_sees_are_not_visited(name: str, blocks: tuple[int, int]) -> None:
+    """Values of such blocks may be NaN, which a weight of zero does not hide."""
+    queries, keys = random.choice([(96, 96), (40, 120), (120, 56), (64, 64)])
+    nest = nests.attention(MASKS[name], torch.float32, 1, 2, queries, 16, keys, 16)
+    tensors = drawn(nest) | {"length": torch.tensor([random.randint(1, keys)])}
+    compare(MASKS[name], nest, placement(*blocks), tensors)
+    if name == "causal" and keys > (end := -(-queries // 64) * 64):
+        dead = torch.nn.functional.pad(torch.zeros(end), (0, keys - end), value=math.nan)
+        (out, _) = run(built(nest, placement(*blocks)), tensors | {"v": tensors["v"] + dead[:, None]})
+        assert out.isfinite().all()
+
+
+def test_a_causal_loop_has_a_part_without_masks() -> None:
+    nest = nests.attention(nests.soft_capped_causal(0.25, 5.0), torch.bfloat16, 2, 2, 256, 16, 256, 16)
+    (kernel,) = built(nest, placement(32, 16)).kernels
+    first, second = kernel.source.split("for first_j in ")[1:]
+    assert first.startswith("tl.range(0, i_o * 32, 16)") and "<=" not in first
+    assert second.startswith("tl.range(i_o * 32, i_o * 32 + 32, 16)") and second.count("<=") == 1
+    assert first.count("tl.dot") == second.count("tl.dot") == 2
+
+
+@pytest.mark.parametrize(("head", "warps"), [(64, 4), (64, 8), (128, 8)])
+def test_attention_compiles_without_spills(head: int, warps: int) -> None:
+    """Blocks of 128 queries and 64 keys, for a Hopper GPU, with tensor cores that read shared memory."""
+    variant = nests.soft_capped_causal(head**-0.5, 50.0)
+    nest = nests.attention(variant, torch.bfloat16, 2, 16, 4096, head, 4096, head)
+    place = replace(placement(128, 64), num_warps=warps, num_stages=3)
+    binary = compile_for(built(nest, place).kernels[0], "sm_90")
+    assert binary.spills == 0 and "wgmma.mma_async" in binary.asm["ptx"]
