@@ -11,7 +11,7 @@ from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, rounding_of, source_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.placement import At, Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
 from fusion_compiler.schedule.shapes import WARP
 
@@ -99,6 +99,13 @@ def products_of(
     return {n: product for n, product in products if product is not None}
 
 
+def is_chained(a: Analysis, placement: Placement) -> bool:
+    """True if programs go through the axis of a chain of products in a loop."""
+    name = None if a.chain is None else a.loops.axes[a.chain.loop].name
+    in_loops = (d for d in placement.directives if isinstance(d, At) and d.place is Place.LOOP)
+    return name is not None and any(d.axis.split(".")[0] == name for d in in_loops)
+
+
 def with_exact_products(
     loops: LoopNest, placements: tuple[Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Placement, ...]:
@@ -106,7 +113,10 @@ def with_exact_products(
     matrix than they take, or more sums than registers hold. dtypes: of the buffers."""
     if not any(isinstance(directive, On) for placement in placements for directive in placement.directives):
         return placements
-    short = Analysis(loops).fp16_values(dtypes)
+    a = Analysis(loops)
+    if any(is_chained(a, placement) for placement in placements):
+        return placements  # factors that are computed are rounded as a library's attention rounds them
+    short = a.fp16_values(dtypes)
 
     def suits(number: int, of: Product, warps: int) -> bool:
         if of.is_wide:
