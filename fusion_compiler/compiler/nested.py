@@ -40,7 +40,8 @@ def with_chunks(
     copy, nodes = copied(gm)
     for node in loops:
         loop: Chunked = node.target
-        infos = {rows: inner_info(f"{loop.name}.{rows}_{loop.unit}", info) for rows in loop.bodies}
+        names = {rows: f"{loop.name}.{rows}_{loop.unit}" if loop.unit else loop.name for rows in loop.bodies}
+        infos = {rows: inner_info(name, info) for rows, name in names.items()}
         runs = {rows: compile_graph(body, examples(body), infos[rows]) for rows, body in loop.bodies.items()}
         bodies = {rows: predicted[each.name] for rows, each in infos.items()}
         nodes[node].target = replace(
