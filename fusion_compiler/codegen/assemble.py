@@ -14,6 +14,7 @@ import sympy
 import torch
 
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
+from fusion_compiler.codegen.carrying import CarryingEmitter
 from fusion_compiler.codegen.chains import ChainEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages, messages_of
 from fusion_compiler.codegen.names import GLOBAL
@@ -49,6 +50,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ops.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first
+from fusion_compiler.schedule.carried import Carried
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import WORD
@@ -293,6 +295,9 @@ class Part:
 
     def emitter(self) -> Emitter:
         nest = PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty)
+        carried = {n: of for n, of in self.run.carried.items() if isinstance(of, Carried)}
+        if self.run.sharing is not None and carried:
+            return CarryingEmitter(nest, self.run.sharing, carried)
         if self.run.sharing is not None:
             return ChainEmitter(nest, self.run.sharing)
         if self.run.in_rows:

@@ -374,18 +374,21 @@ class Emitter:
         self.depth = len(self.scopes) - 1
         yield
         for outer, leaf, inner in reversed(opened):
-            stages = self.placement.num_stages if self.placement.num_stages > 1 else None
-            step, end = self.where.steps.get(leaf.name, 1), self.ends.get(leaf.name, leaf.extent)
-            last = end * step if isinstance(end, Expression) else lift(product((end, step)))
-            values = Range(lift(0), last, step if step != 1 else None, stages)
-            if leaf in self.where.turns:
-                grid = self.where.turns[leaf]
-                end = product((ceil_div(self.where.axes[leaf.axis].size, grid.step), grid.step))
-                first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
-                values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
             if inner.body:  # sums of nothing have none
-                outer.body.append(For(self.loop_variables[leaf.name], values, inner.body))
+                outer.body.append(For(self.loop_variables[leaf.name], self.values_of(leaf), inner.body))
         self.scopes, self.depth = scopes, before
+
+    def values_of(self, loop: Leaf) -> Range:
+        """Return the values of a loop's variable."""
+        stages = self.placement.num_stages if self.placement.num_stages > 1 else None
+        step, end = self.where.steps.get(loop.name, 1), self.ends.get(loop.name, loop.extent)
+        if loop in self.where.turns:
+            grid = self.where.turns[loop]
+            end = product((ceil_div(self.where.axes[loop.axis].size, grid.step), grid.step))
+            first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
+            return Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
+        last = end * step if isinstance(end, Expression) else lift(product((end, step)))
+        return Range(lift(0), last, step if step != 1 else None, stages)
 
     @contextmanager
     def fixed(self, elements: Mapping[Leaf, int]) -> Generator[None]:

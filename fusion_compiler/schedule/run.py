@@ -14,6 +14,7 @@ import sympy
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP, padded
@@ -86,6 +87,13 @@ class Run:
     def sharing(self) -> SharedReductions | None:
         """Return what programs do with reductions that they share, as `sharing_of` does."""
         return sharing_of(self.a, self.placement, self.where) if self.a.over_different_axes else None
+
+    @cached_property
+    def carried(self) -> Mapping[int, Carried | str]:
+        """Return how loops make reductions together with those that they read, or why they cannot."""
+        names = self.placement.combined(Stage.CARRIED)
+        numbers = (n for n, name in enumerate(self.a.loops.names) if name in names)
+        return {n: carried_of(self.a.loops, n) for n in numbers}
 
     @cached_property
     def where(self) -> PlacedAxes:

@@ -22,14 +22,15 @@ from typing import cast
 from fusion_compiler.ir.loops import LoopNest, Reduce, operands_of, with_operands
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 
 
 def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedReductions | None:
     """Return what programs do with the reductions of a nest over different axes (`over_different_axes`) that
     they share; None where one program has all that is reduced. where: the nest's axes under the placement."""
     places = {leaf.place for leaves in where.leaves.values() for leaf in leaves}
-    if Place.UNROLL in places or any(isinstance(d, On) for d in placement.directives):
+    in_products = any(isinstance(d, On) for d in placement.directives)
+    if Place.UNROLL in places or (in_products and not placement.combined(Stage.CARRIED)):
         return None
     sharing = SharedReductions.of(a, where)
     return sharing if sharing.leaves or places & {Place.LOOP, Place.SHARED} else None

@@ -12,6 +12,7 @@ from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.boxes import box_of
+from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import On, Place, Placement, Stage
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.tile_products import product_of
@@ -56,6 +57,12 @@ def refusal_of(
                 return f"{directive}: {directive.reduction} is no sum of products of two tiles"
     if run.sharing is not None and run.sharing.refusal is not None:
         return run.sharing.refusal
+    for number, carried in run.carried.items():
+        if isinstance(carried, str):
+            return carried
+        count = len(placed(run.where.of_axes(run.a.reduction(number).axes), Place.LOOP))
+        if run.sharing is None or count != 1:
+            return f"{loops.names[number]} is carried by a loop over its axis, and there are {count}"
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     of_each = placement.combined(Stage.EACH)
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce

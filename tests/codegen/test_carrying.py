@@ -1,0 +1,179 @@
+"""Reductions that read reductions over the same axis, made in one loop, in Triton's interpreter and beside
+float64."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusion_compiler.codegen import assemble
+from fusion_compiler.ir.kernel import Program
+from fusion_compiler.runtime.launch import interpret
+from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.verifier import refusal
+from tests.exactness import not_as_close, wide
+from tests.schedule import attention_nests as nests
+from tests.schedule.attention_nests import Chain, Variant
+
+KEYS = 56
+SIZES = (2, 2, 40, 32, KEYS, 16)
+VARIANTS = {
+    "softmax": nests.scaled(0.25),
+    "soft-capped and causal": nests.soft_capped_causal(0.25, 5.0),
+    "ALiBi": nests.causal(nests.alibi(0.25)),
+    "bias": nests.biased(0.25),
+    "window": nests.window(nests.scaled(0.25), 9),
+    "padding": nests.padded(nests.scaled(0.25)),
+    "sinks": nests.with_sink(nests.window(nests.scaled(0.25), 9)),
+    "sinks beside padding": nests.with_sink(nests.padded(nests.scaled(0.25))),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def placement(rows: int, keys: int, on_tensor_cores: bool = True) -> Placement:
+    units = "unit(t, TENSOR_CORE); unit(o, TENSOR_CORE); " if on_tensor_cores else ""
+    return Placement.parse(
+        f"split(i, {rows}); split(j, {keys}); place(b, GRID); place(h, GRID); place(i.o, GRID); "
+        "place(j.o, LOOP); place(i.i, LANES); place(j.i, LANES); place(d, LANES); place(e, LANES); "
+        f"{units}combine(l, CARRIED); combine(o, CARRIED); 4 warps"
+    )
+
+
+def built(nest: Chain, place: Placement) -> Program:
+    loops = nest.nest()
+    assert refusal(loops, place) is None
+    return assemble.build(assemble.Nests((loops,), nest.memory()), (place,), "attention", "")
+
+
+def drawn(nest: Chain, scale: float = 2.0) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, (shape, dtype) in nest.tensors.items():
+        if dtype.is_floating_point:
+            tensors[name] = (torch.randn(shape) * scale).to(dtype)
+        else:
+            tensors[name] = torch.tensor([0, *(random.randint(1, KEYS) for _ in shape[1:] or (1,))])
+    return tensors
+
+
+def run(program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return interpret(program, [tensors[buffer.name] for buffer in program.inputs], [])
+
+
+def compare(variant: Variant, nest: Chain, place: Placement, tensors: dict[str, Tensor]) -> None:
+    ours = run(built(nest, place), tensors)
+    inputs = {name: tensors[name] for name in ("q", "k", "v", *variant.inputs)}
+    eager, truth = nests.plain(variant, **inputs), nests.plain(variant, **wide(inputs))
+    for one, theirs, exact in zip(ours, eager, truth, strict=True):
+        assert not (wrong := not_as_close(one, theirs.to(one.dtype), exact)), wrong
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("on_tensor_cores", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_is_as_close_to_float64_as_eager(
+    name: str, dtype: torch.dtype, on_tensor_cores: bool
+) -> None:
+    nest = nests.attention(VARIANTS[name], dtype, *SIZES)
+    compare(VARIANTS[name], nest, placement(16, 16, on_tensor_cores), drawn(nest))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("keys", [1, 16, 31, 32, 48])
+@pytest.mark.parametrize("queries", [1, 16, 17])
+def test_lengths_that_are_no_multiple_of_a_block(queries: int, keys: int) -> None:
+    variant = nests.padded(nests.scaled(0.25))
+    nest = nests.attention(variant, torch.float32, 2, 2, queries, 16, keys, 16)
+    compare(variant, nest, placement(16, 16), drawn(nest) | {"length": torch.tensor([0, keys])})
+
+
+@pytest.mark.parametrize("on_tensor_cores", [True, False])
+def test_large_and_infinite_scores(on_tensor_cores: bool) -> None:
+    """A score of +inf makes its row NaN, as eager does; one of -inf has no weight."""
+    variant = nests.biased(1.0)
+    nest = nests.attention(variant, torch.float32, *SIZES)
+    tensors = drawn(nest, 40.0)
+    tensors["bias"][0, 3, 5] = math.inf
+    tensors["bias"][0, 4, 50] = math.inf
+    tensors["bias"][0, 5, :] = -math.inf
+    tensors["bias"][1, 6, :55] = -math.inf
+    tensors["bias"][1, 7, 20] = math.nan
+    tensors["bias"][1, 8, :] = torch.linspace(-3e38, 3e38, KEYS)
+    compare(variant, nest, placement(16, 16, on_tensor_cores), tensors)
+
+
+def test_scores_that_grow_from_block_to_block() -> None:
+    """Each block rescales all that was added up before it."""
+    variant = nests.alibi(0.01)
+    nest = nests.attention(variant, torch.float32, *SIZES)
+    for slope in (0.01, 1.0, 30.0):
+        tensors = drawn(nest) | {"slope": torch.tensor([slope, -slope])}
+        compare(variant, nest, placement(16, 16), tensors)
+
+
+def causal_window(size: int) -> Variant:
+    return nests.window(nests.causal(nests.scaled(0.25)), size)
+
+
+MASKS = {
+    "causal": nests.causal(nests.scaled(0.25)),
+    "window": nests.window(nests.scaled(0.25), 20),
+    "long window": nests.window(nests.scaled(0.25), 75),
+    "causal window": causal_window(33),
+    "padding": nests.causal(nests.padded(nests.scaled(0.25))),
+    "future": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("lt.Tensor", nest.place("i"), nest.place("j")),
+        lambda i, j: i < j,
+    ),
+    "shifted": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("ge.Tensor", nest.op("add.Tensor", nest.place("i"), 21), nest.place("j")),
+        lambda i, j: i + 21 >= j,
+    ),
+    "first keys": nests.masked(
+        nests.scaled(0.25),
+        lambda nest: nest.compare("gt.Scalar", nest.place("j"), 40),
+        lambda i, j: j > 40,
+    ),
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("blocks", [(16, 16), (32, 16), (16, 32), (64, 16)], ids=str)
+def test_blocks_that_no_query_sees_are_not_visited(name: str, blocks: tuple[int, int]) -> None:
+    """Values of such blocks may be NaN, which a weight of zero does not hide."""
+    queries, keys = random.choice([(96, 96), (40, 120), (120, 56), (64, 64)])
+    nest = nests.attention(MASKS[name], torch.float32, 1, 2, queries, 16, keys, 16)
+    tensors = drawn(nest) | {"length": torch.tensor([random.randint(1, keys)])}
+    compare(MASKS[name], nest, placement(*blocks), tensors)
+    if name == "causal" and keys > (end := -(-queries // 64) * 64):
+        dead = torch.nn.functional.pad(torch.zeros(end), (0, keys - end), value=math.nan)
+        (out, _) = run(built(nest, placement(*blocks)), tensors | {"v": tensors["v"] + dead[:, None]})
+        assert out.isfinite().all()
+
+
+def test_a_causal_loop_has_a_part_without_masks() -> None:
+    nest = nests.attention(nests.soft_capped_causal(0.25, 5.0), torch.bfloat16, 2, 2, 256, 16, 256, 16)
+    (kernel,) = built(nest, placement(32, 16)).kernels
+    first, second = kernel.source.split("for first_j in ")[1:]
+    assert first.startswith("tl.range(0, i_o * 32, 16)") and "<=" not in first
+    assert second.startswith("tl.range(i_o * 32, i_o * 32 + 32, 16)") and second.count("<=") == 1
+    assert first.count("tl.dot") == second.count("tl.dot") == 2
+
+
+@pytest.mark.parametrize(("head", "warps"), [(64, 4), (64, 8), (128, 8)])
+def test_attention_compiles_without_spills(head: int, warps: int) -> None:
+    """Blocks of 128 queries and 64 keys, for a Hopper GPU, with tensor cores that read shared memory."""
+    variant = nests.soft_capped_causal(head**-0.5, 50.0)
+    nest = nests.attention(variant, torch.bfloat16, 2, 16, 4096, head, 4096, head)
+    place = replace(placement(128, 64), num_warps=warps, num_stages=3)
+    binary = compile_for(built(nest, place).kernels[0], "sm_90")
+    assert binary.spills == 0 and "wgmma.mma_async" in binary.asm["ptx"]
