@@ -19,7 +19,7 @@ from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, numel, strides_of
 from fusion_compiler.ir.index import ZERO, NeedsSplit, NotExpressible, axis, flatten
-from fusion_compiler.ir.loops import COLS, INNER, Index, LoopNest, Store
+from fusion_compiler.ir.loops import COLS, INNER, Index, LoopNest, Reduce, Store
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.lower.lower import Lowering, attempts, reduced_coords
 from fusion_compiler.passes.lower.products import product_of
@@ -69,8 +69,8 @@ class _Chain(Lowering):
             if coords is None:
                 raise Illegal("space", f"{name} has no place beside {self.outputs[0]}")
             stores.append(self.store(name, coords))
-        stored = {k for store in stores for k, _ in store.index.terms}
-        axes = (replace(a, group=COLS if k in stored else INNER) for k, a in enumerate(self.axes))
+        reduced = frozenset[int]().union(*(n.axes for n in self.nodes if isinstance(n, Reduce)))
+        axes = (replace(a, group=INNER if k in reduced else COLS) for k, a in enumerate(self.axes))
         return LoopNest(tuple(axes), tuple(self.nodes), tuple(stores), tuple(self.names))
 
     def is_window(self, coords: Coords) -> bool:

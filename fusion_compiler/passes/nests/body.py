@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.layout import is_view_node
-from fusion_compiler.ops.schema import HALVES
+from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.nests.region import PRODUCTS, Exit, Region, count, is_pointwise
 
 _aten = torch.ops.aten
@@ -81,6 +81,8 @@ def _widened(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) 
 
     args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
     args, kwargs = tree_map_only(torch.dtype, wide, (args, kwargs))
+    if is_cast(node.target) and args[0].meta["val"].dtype == wide(node.meta["val"].dtype):
+        return args[0]
     return _emitted(graph, node, node.target, args, kwargs)
 
 
