@@ -54,6 +54,7 @@ from fusion_compiler.schedule.carried import Carried
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import WORD
+from fusion_compiler.schedule.tile_products import is_chained
 
 # With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
@@ -296,7 +297,7 @@ class Part:
     def emitter(self) -> Emitter:
         nest = PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty)
         carried = {n: of for n, of in self.run.carried.items() if isinstance(of, Carried)}
-        if self.run.sharing is not None and carried:
+        if self.run.sharing is not None and (carried or is_chained(self.a, self.placement)):
             return CarryingEmitter(nest, self.run.sharing, carried)
         if self.run.sharing is not None:
             return ChainEmitter(nest, self.run.sharing)

@@ -160,27 +160,23 @@ class CarryingEmitter(ChainEmitter):
     # -- loops ---------------------------------------------------------------------------------------------
 
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
-        bounds = self.bounds(loop, numbers) if len(goals) == len(numbers) else None
-        conditions = {} if bounds is None else bounds
-        spans = [] if bounds is None else spans_of(self, loop, [b for of in bounds.values() for b in of])
-        for span in spans:
-            self.span = loop, span
-            self.holding = conditions.keys() if span.is_full else frozenset()
-            yield
-        if not spans:
+        bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
+        live = [] if bounds is None else [bound for of_condition in bounds.values() for bound in of_condition]
+        spans = [] if bounds is None else spans_of(self, loop, live)
+        for span in spans or [None]:
+            self.span = None if span is None else (loop, span)
+            self.holding = bounds.keys() if bounds and span is not None and span.is_full else frozenset()
             yield
         self.span, self.holding = None, frozenset()
 
-    def bounds(self, loop: Leaf, numbers: Sequence[int]) -> Bounds | None:
-        """Return what holds wherever some reductions over a loop have terms that change them; None if a block
-        without terms is no part of it that can be left out."""
-        bases = [n for n in numbers if n in self.bases]
-        sums = [self.carried[n] for n in numbers if n in self.carried]
-        if len(bases) + len(sums) < len(numbers) or not all(of.vanishes for of in sums):
-            return None
-        reductions = [self.reduction(n) for n in bases]
-        all_bounds = [bounds_of(self.loops, r.operand, PEAKS[r.combine]) for r in reductions]
-        return all_bounds[0] if all(bounds == all_bounds[0] for bounds in all_bounds) else {}
+    def bounds(self, numbers: Sequence[int]) -> Bounds:
+        """Return the conditions outside of which no term changes any of some reductions."""
+        common: Bounds | None = None
+        for node in map(self.reduction, numbers):
+            neutral = 0 if node.combine == "sum" else PEAKS.get(node.combine, math.nan)
+            bounds = bounds_of(self.loops, node.operand, neutral)
+            common = bounds if common is None else {n: b for n, b in common.items() if n in bounds}
+        return common or {}
 
     def values_of(self, loop: Leaf) -> Range:
         values = super().values_of(loop)

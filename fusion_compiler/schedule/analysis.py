@@ -46,6 +46,7 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
+from fusion_compiler.schedule.chains import Chain
 from fusion_compiler.schedule.products import Products, is_product
 from fusion_compiler.schedule.shapes import WORD
 from fusion_compiler.schedule.uses import Uses, uses_of
@@ -92,6 +93,11 @@ class Analysis:
     def products(self) -> Products | None:
         """Return the products of few rows that the nest makes, and little else; None if it makes none."""
         return Products.of(self.loops, {})
+
+    @cached_property
+    def chain(self) -> Chain | None:
+        """Return the products of the nest that read products; None if it makes none."""
+        return Chain.of(self.loops) if self.inner else None
 
     @cached_property
     def windows(self) -> Windows | None:

@@ -58,15 +58,13 @@ class Carried:
     """A reduction that a loop makes together with those that it reads.
 
     rank: that of its terms. reads: the reductions over the same axes. powers: the exponentials among the
-    factors of its terms. empty: a row whose elements are all -inf has NaN. vanishes: an element that is -inf
-    adds nothing to other rows. text: the terms as a formula.
+    factors of its terms. empty: a row whose elements are all -inf has NaN. text: the terms as a formula.
     """
 
     rank: int
     reads: tuple[int, ...]
     powers: tuple[int, ...]
     empty: bool
-    vanishes: bool
     text: str
 
 
@@ -97,7 +95,7 @@ def carried_of(loops: LoopNest, number: int) -> Carried | str:
         exponent = operands_of(loops.nodes[factor])[0]
         if not terms.is_shifted(exponent):
             return f"exp({terms.text(exponent)}) is not bounded by its maximum"
-    return Carried(rank, terms.reads, tuple(factors), terms.is_nan_where_empty(), terms.vanishes(), text)
+    return Carried(rank, terms.reads, tuple(factors), terms.is_nan_where_empty(), text)
 
 
 def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:
@@ -216,20 +214,12 @@ class _Terms:
 
     def is_nan_where_empty(self) -> bool:
         """True if a term is NaN where the maximum is -inf, and so are all elements."""
-        return bool(self.of_nothing({*self.peaks, *self.peaks.values()}).isnan().all())
-
-    def vanishes(self) -> bool:
-        """True if a term is zero where an element is -inf, and the maximum is not."""
-        return bool((self.of_nothing({*self.peaks.values()}) == 0).all())
-
-    def of_nothing(self, numbers: Collection[int]) -> Tensor:
-        """Return terms where some maxima, or their operands, are -inf."""
         with _disable_current_modes():
             points = dict(self.points)
             for n, operand in self.peaks.items():
                 nothing = torch.full((1, 1), PEAKS[_reduction(self.loops, n).combine], dtype=torch.float64)
-                points |= {m: nothing for m in (n, operand) if m in numbers}
-            return self.at(self.reduce.operand, points)
+                points |= {n: nothing, operand: nothing}
+            return bool(self.at(self.reduce.operand, points).isnan().all())
 
     # -- factors -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ whether it holds anywhere and everywhere.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ from fusion_compiler.ir.loops import (
     is_applied,
     operand_of,
     operands_of,
+    pair_of,
     rounding_of,
     source_of,
 )
-from fusion_compiler.ops.arithmetic import ADD, BITS_NOT, CAST, SUB, WHERE
+from fusion_compiler.ops.arithmetic import ADD, BITS_NOT, CAST, EXP, MUL, SUB, WHERE
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,26 @@ _OPPOSITES: Mapping[object, object] = {
 
 
 def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
-    """Return the conditions outside of which a node has its neutral value, as far as they are bounds on axes:
-    of where(c, x, neutral), and of each x that is one."""
-    bounds: dict[int, tuple[Bound, ...]] = {}
-    node = loops.nodes[source_of(loops.nodes, number)]
-    while is_applied(node, WHERE):
+    """Return the conditions outside of which a node is zero or -inf (`neutral`), as far as they are bounds on
+    axes. Other operands are taken to be finite: zero times a value that is masked is zero."""
+    node, bounds = loops.nodes[source_of(loops.nodes, number)], dict[int, tuple[Bound, ...]]()
+    if is_applied(node, WHERE):
         condition = operand_of(node, "condition")
         sides = [_is(loops, node, name, neutral) for name in ("self", "other")]
-        if condition is None or sides.count(True) != 1:
-            break
+        inner = operand_of(node, "other" if sides[0] else "self")
+        if condition is None or inner is None or sides.count(True) != 1:
+            return bounds
         parts = conjuncts_of(loops.nodes, condition) if sides[1] else [condition]
         of_parts = {part: _of_condition(loops, part, opposite=sides[0]) for part in parts}
         bounds |= {part: of_part for part, of_part in of_parts.items() if of_part}
-        inner = operand_of(node, "other" if sides[0] else "self")
-        if inner is None:
-            break
-        node = loops.nodes[source_of(loops.nodes, inner)]
+        return bounds | dict(bounds_of(loops, inner, neutral))
+    if neutral == 0 and is_applied(node, EXP):
+        return bounds_of(loops, operands_of(node)[0], -math.inf)
+    through = (MUL,) if neutral == 0 else (ADD, SUB)
+    for operator_ in through:
+        operands = pair_of(node, operator_)
+        for operand in operands[:1] if operator_ is SUB else operands:
+            bounds |= bounds_of(loops, operand, neutral)
     return bounds
 
 

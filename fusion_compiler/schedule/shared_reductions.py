@@ -22,7 +22,8 @@ from typing import cast
 from fusion_compiler.ir.loops import LoopNest, Reduce, operands_of, with_operands
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
+from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.tile_products import is_chained
 
 
 def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedReductions | None:
@@ -30,7 +31,7 @@ def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedRe
     they share; None where one program has all that is reduced. where: the nest's axes under the placement."""
     places = {leaf.place for leaves in where.leaves.values() for leaf in leaves}
     in_products = any(isinstance(d, On) for d in placement.directives)
-    if Place.UNROLL in places or (in_products and not placement.combined(Stage.CARRIED)):
+    if Place.UNROLL in places or (in_products and not is_chained(a, placement)):
         return None
     sharing = SharedReductions.of(a, where)
     return sharing if sharing.leaves or places & {Place.LOOP, Place.SHARED} else None

@@ -10,7 +10,7 @@ import torch
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, rounding_of, source_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.placement import At, Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
 
 SMALLEST = 16  # rows and terms of a product that tensor cores take
@@ -90,6 +90,12 @@ def products_of(
     return {n: product for n, product in products if product is not None}
 
 
+def is_chained(a: Analysis, placement: Placement) -> bool:
+    """True if programs go through the axis of a chain of products in a loop."""
+    loop = None if a.chain is None else f"{a.loops.axes[a.chain.loop].name}.o"
+    return At(loop, Place.LOOP) in placement.directives if loop is not None else False
+
+
 def with_exact_products(
     loops: LoopNest, placements: tuple[Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Placement, ...]:
@@ -97,7 +103,10 @@ def with_exact_products(
     matrix than they take. dtypes: of the buffers."""
     if not any(isinstance(directive, On) for placement in placements for directive in placement.directives):
         return placements
-    short = Analysis(loops).fp16_values(dtypes)
+    a = Analysis(loops)
+    if any(is_chained(a, placement) for placement in placements):
+        return placements  # factors that are computed are rounded as a library's attention rounds them
+    short = a.fp16_values(dtypes)
 
     def is_exact(number: int, of: Product) -> bool:
         matrix, vectors = held(loops, dtypes, of.matrix), held(loops, dtypes, of.vectors)

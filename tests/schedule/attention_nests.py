@@ -243,3 +243,29 @@ def biased(scale: float) -> Variant:
 def with_sink(inner: Variant) -> Variant:
     """Return the same scores, beside which every row of a head has another one, without a value."""
     return replace(inner, inputs=inner.inputs | {"sink": "h"}, sink="sink")
+
+
+def gradient_of_queries(variant: Variant, dtype: torch.dtype, *sizes: int) -> Chain:
+    """Return the gradient of the queries of `scaled` or masked scores, without the factor of the scale.
+
+    p = exp(scores - lse);  dq = sum(p * (sum(do * v, {e}) - delta) * k, {j});  delta = sum(do * o, {e})
+
+    sizes: of the axes b, h, i, d, j, e and c, along which q and k have the features d where they make scores.
+    """
+    names = ("b", "h", "i", "d", "j", "e", "c")
+    inner = {"j", "e", "c"}
+    pairs = zip(names, sizes, strict=True)
+    nest = Chain({name: (size, INNER if name in inner else COLS) for name, size in pairs})
+    q = nest.tensor("q", "b", "h", "i", "c", dtype=dtype)
+    k = nest.tensor("k", "b", "h", "j", "c", dtype=dtype)
+    t = nest.call("t", nest.over("sum", nest.mul(q, k), "c"))
+    lse = nest.tensor("lse", "b", "h", "i", dtype=torch.float32)
+    p = nest.exp(nest.sub(variant.nest(nest, t), lse))
+    do = nest.tensor("do", "b", "h", "i", "e", dtype=dtype)
+    v = nest.tensor("v", "b", "h", "j", "e", dtype=dtype)
+    dp = nest.call("dp", nest.over("sum", nest.mul(do, v), "e"))
+    ds = nest.mul(p, nest.sub(dp, nest.tensor("delta", "b", "h", "i", dtype=torch.float32)))
+    key = nest.tensor("k", "b", "h", "j", "d", dtype=dtype)
+    dq = nest.call("dq", nest.over("sum", nest.mul(ds, key), "j"))
+    nest.result("dq", dq, "b", "h", "i", "d", dtype=dtype)
+    return nest
