@@ -41,7 +41,7 @@ from fusion_compiler.ops.arithmetic import ABS, ADD, AND, AT_LEAST, DIV, EQ, GE,
 Factored = tuple[int | None, tuple[int, ...]]
 
 
-class _Rebuilt:
+class Rebuilt:
     """Builds a loop nest node by node from an old one. numbers: maps each old node to the new node with its
     value."""
 
@@ -79,7 +79,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
     matches = {i: m for i, n in enumerate(loops.nodes) if (m := _one_hot(loops, groups, n)) is not None}
     if not matches:
         return loops
-    new = _Rebuilt(loops)
+    new = Rebuilt(loops)
     numbers = new.numbers
     for i, node in enumerate(loops.nodes):
         if i not in matches:
@@ -127,7 +127,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
     if len(set(reduced)) == len(reduced):
         return loops
-    varies, new = loops.node_axes, _Rebuilt(loops)
+    varies, new = loops.node_axes, Rebuilt(loops)
     dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
     changed = False
 
@@ -184,7 +184,7 @@ def nested_sums(loops: LoopNest) -> LoopNest:
     nested = _nested(loops) if any(axis.group == INNER for axis in loops.axes) else {}
     if not nested:
         return loops
-    new, inner = _Rebuilt(loops), dict[tuple[int, frozenset[int]], int]()
+    new, inner = Rebuilt(loops), dict[tuple[int, frozenset[int]], int]()
 
     def add(number: int) -> None:
         """Add a node behind the nodes that it reads, which may come later in the old nest."""
@@ -251,7 +251,7 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
                 means[number] = pair[1]
     if not means:
         return loops
-    new = _Rebuilt(loops)
+    new = Rebuilt(loops)
     for number, node in enumerate(loops.nodes):
         new.keep(number)
         if number in means:
@@ -260,7 +260,7 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
     return new.done()
 
 
-def _correct(new: _Rebuilt, number: int, node: Reduce, mean: int) -> None:
+def _correct(new: Rebuilt, number: int, node: Reduce, mean: int) -> None:
     """Correct a sum of squares, its mean and the differences from it, for all nodes that follow."""
     loops, count = new.loops, float(hint(_count(new.loops, node)))
     off = operands_of(loops.nodes[node.operand])[0]
