@@ -14,11 +14,11 @@ from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster, Setting
 from fusion_compiler.passes.fuse.cost import cost_of
-from fusion_compiler.passes.fuse.legality import first_refusal
 from fusion_compiler.passes.fuse.movement import eager_calls
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.space import refusal
 from fusion_compiler.schedule.work import BufferInfo
 
 
@@ -31,8 +31,10 @@ def plan_one(
     except Illegal as error:
         return f"{error.rule}: {error}"
     analysis = Analysis(loops)
-    if (refusal := first_refusal(analysis, device)) is not None:
-        return ": ".join(refusal)
+    if analysis.chain is None:
+        return "it has no product that reads a product over an axis of one tile"
+    if (reason := refusal(analysis, device)) is not None:
+        return reason
     inputs = tuple(dict.fromkeys(n.buffer for n in loops.nodes if isinstance(n, Load)))
     infos = {n: _info(dag, n) for n in (*inputs, *dag.outputs)}
     cost = cost_of(loops, device, infos, hints, analysis)
@@ -40,7 +42,8 @@ def plan_one(
     calls = eager_calls(dag, False, device, hints)
     products = sum(isinstance(node, Reduce) and node.combine == "sum" for node in loops.nodes)
     title = f"chain_of_{products}_sums"
-    cluster = Cluster(title, ops, inputs, tuple(dict.fromkeys(dag.outputs)), loops, cost, calls)
+    outputs = tuple(n for n in ops if n in dag.outputs)
+    cluster = Cluster(title, ops, inputs, outputs, loops, cost, calls)
     return FusionPlan(name, dag, (cluster,), device.name, calls, (), Setting(device, hints, "float32", ()))
 
 

@@ -32,8 +32,8 @@ from fusion_compiler.passes.lower.space import Coords, Illegal, Space, is_reduct
 def lower_chain(dag: OpDag) -> LoopNest:
     """Lower all ops of a graph to one loop nest that stores its results. Raises Illegal."""
     ops = tuple(n for n in dag.order if n not in dag.inputs and not layout.is_view(dag.op(n)))
-    outputs = tuple(dict.fromkeys(dag.outputs))
-    if unfit := next((n for n in outputs if n not in ops), None):
+    outputs = tuple(n for n in ops if n in dag.outputs)
+    if unfit := next((n for n in dag.outputs if n not in ops), None):
         raise Illegal("operator", f"{unfit} is a view of what the nest reads or computes")
     anchor = max(outputs, key=lambda n: (_is_product(dag, n), numel(dag.op(n).outputs[0].shape)))
     shape = dag.op(anchor).outputs[0].shape
@@ -72,6 +72,7 @@ class _Chain(Lowering):
             stores.append(self.store(name, coords))
         reduced = frozenset[int]().union(*(n.axes for n in self.nodes if isinstance(n, Reduce)))
         axes = (replace(a, group=INNER if k in reduced else COLS) for k, a in enumerate(self.axes))
+        stores.sort(key=lambda store: self.ops.index(store.buffer))
         return LoopNest(tuple(axes), tuple(self.nodes), tuple(stores), tuple(self.names))
 
     def is_window(self, coords: Coords) -> bool:
