@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
@@ -40,14 +41,12 @@ from fusion_compiler.ir.loops import (
     Load,
     Reduce,
     Store,
-    cast_of,
     operands_of,
-    pair_of,
     source_of,
 )
-from fusion_compiler.ops.arithmetic import ADD, SUB
+from fusion_compiler.ops.arithmetic import ADD
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
-from fusion_compiler.schedule.carried import PEAKS, Carried, dependent
+from fusion_compiler.schedule.carried import PEAKS, Carried, Values, dependent, growth_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
 from fusion_compiler.schedule.placement import Leaf
 from fusion_compiler.schedule.shared_reductions import SharedReductions
@@ -269,8 +268,8 @@ class CarryingEmitter(ChainEmitter):
                 super().end(number)
             return
         with self.dimensions(lanes):
-            tile = self.sums.pop(number)
-            for base in of.reads if of is not None and of.empty else ():
+            tile, is_part = self.sums.pop(number), number in self.sharing.partial
+            for base in of.reads if of is not None and of.empty and not is_part else ():
                 is_empty = self.tile(base).value.eq(lift(PEAKS[self.reduction(base).combine]))
                 value = tl.where(is_empty, lift(math.nan), tile.value)
                 tile = replace(tile, value=self.let(cast(Var, tile.value).base, value))
@@ -294,43 +293,12 @@ class CarryingEmitter(ChainEmitter):
         with self.dimensions(first.lanes):
             running = {n: self.running[n] for n in bases}
             before = {n: self.fitted(r.before, r.lanes).value for n, r in running.items()}
-            moved = self.moved(exponent, before, {n: self.tile(n).value for n in bases})
-            assert moved is not None
-            dtype = self.loops.nodes[exponent].dtype
-            value = self.let("ratio", computed(node, lambda _: (moved, dtype)))
+            now = {n: self.tile(n).value for n in bases}
+            exponents = _Exponents(self, self.reduction(bases[0]).axes)
+            growth = growth_of(self.loops, exponent, before, now, exponents)
+            assert growth is not None
+            value = self.let("ratio", exponents.computed(node, {exponent: growth}))
         return replace(first.now, value=value), first.lanes
-
-    def moved(
-        self, number: int, before: Mapping[int, Expression], now: Mapping[int, Expression]
-    ) -> Expression | None:
-        """Return by how much a sum a(x) + b(d) grows while d moves, or None if it does not depend on d. It is
-        the difference of two values at x = 0; terms without d have none."""
-        if number in now:
-            return now[number] - before[number]
-        if self.waits[number].isdisjoint(now):
-            return None
-        node = self.loops.nodes[number]
-        if (source := cast_of(node)) is not None:
-            return self.moved(source, before, now)
-        for operator in (ADD, SUB):
-            if pair := pair_of(node, operator):
-                left = self.moved(pair[0], before, now)
-                turned = (now, before) if operator is SUB else (before, now)
-                right = self.moved(pair[1], *turned)
-                return right if left is None else left if right is None else left + right
-        return self.at_point(number, now) - self.at_point(number, before)
-
-    def at_point(self, number: int, values: Mapping[int, Expression]) -> Expression:
-        """Return a node's value where d has some values, and x is zero."""
-        node = self.loops.nodes[number]
-        if number in values:
-            return values[number]
-        if self.waits[number].isdisjoint(values):
-            moves = not self.node_axes[number].isdisjoint(self.reduction(next(iter(values))).axes)
-            return Literal(0.0) if moves else self.tile(number).value
-        assert isinstance(node, Compute)
-        nodes = self.loops.nodes
-        return computed(node, lambda n: (self.at_point(n, values), nodes[n].dtype), number in self.fp16)
 
     # -- products ------------------------------------------------------------------------------------------
 
@@ -389,3 +357,22 @@ class CarryingEmitter(ChainEmitter):
     def store_partial(self, number: int, of: Partial) -> None:
         with self.dimensions(self.among(self.where.of_axes(of.axes))):
             super().store_partial(number, of)
+
+
+@dataclass(frozen=True)
+class _Exponents(Values[Expression]):
+    """Values that are expressions of the open block. axes: those along which x varies."""
+
+    emitter: CarryingEmitter
+    axes: frozenset[int]
+
+    def computed(self, node: Compute, operands: Mapping[int, Expression]) -> Expression:
+        nodes = self.emitter.loops.nodes
+        return computed(node, lambda n: (operands[n], nodes[n].dtype))
+
+    def fixed(self, number: int) -> Expression:
+        is_fixed = self.emitter.node_axes[number].isdisjoint(self.axes)
+        return self.emitter.tile(number).value if is_fixed else Literal(0.0)
+
+    def combined(self, operator: OpOverload, left: Expression, right: Expression) -> Expression:
+        return left + right if operator is ADD else left - right

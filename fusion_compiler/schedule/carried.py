@@ -24,9 +24,11 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusion_compiler.ir.loops import (
@@ -51,6 +53,9 @@ EXACT = 1e-10  # a singular value below this part of the largest one is zero
 MOST_RANK = 8  # sums in place of one: with more, a second pass takes less time
 PEAKS = {"max": -math.inf, "min": math.inf}  # reductions that bound exponents, with their neutral elements
 SIGNS = {ADD: "+", SUB: "-", MUL: "*", DIV: "/"}
+
+
+T = TypeVar("T")  # of a value: an expression, or the number of a node
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,54 @@ def carried_of(loops: LoopNest, number: int) -> Carried | str:
         if not terms.is_shifted(exponent):
             return f"exp({terms.text(exponent)}) is not bounded by its maximum"
     return Carried(rank, terms.reads, tuple(factors), terms.is_nan_where_empty(), text)
+
+
+class Values(Protocol[T]):
+    """Compute values of a nest: as expressions of a tile program, or as nodes of another nest."""
+
+    def computed(self, node: Compute, operands: Mapping[int, T]) -> T:
+        """Return the value of an operator, of the values of its operands."""
+        ...
+
+    def fixed(self, number: int) -> T:
+        """Return a node that does not depend on d: its value, or zero where it varies as x does."""
+        ...
+
+    def combined(self, operator: OpOverload, left: T, right: T) -> T: ...
+
+
+def growth_of(
+    loops: LoopNest, number: int, before: Mapping[int, T], now: Mapping[int, T], values: Values[T]
+) -> T | None:
+    """Return by how much a sum a(x) + b(d) grows while d moves, or None if it does not depend on d.
+
+    It is the difference of two values at x = 0. Terms without d are left out of it.
+    """
+    if number in now:
+        return values.combined(SUB, now[number], before[number])
+    node = loops.nodes[number]
+    if with_operands(loops, (number,), now).isdisjoint(now):
+        return None
+    if (source := cast_of(node)) is not None:
+        return growth_of(loops, source, before, now, values)
+    for operator in (ADD, SUB):
+        if pair := pair_of(node, operator):
+            left = growth_of(loops, pair[0], before, now, values)
+            right = growth_of(loops, pair[1], *((now, before) if operator is SUB else (before, now)), values)
+            if left is None or right is None:
+                return right if left is None else left
+            return values.combined(ADD, left, right)
+    return values.combined(SUB, _at(loops, number, now, values), _at(loops, number, before, values))
+
+
+def _at(loops: LoopNest, number: int, known: Mapping[int, T], values: Values[T]) -> T:
+    node = loops.nodes[number]
+    if number in known:
+        return known[number]
+    if with_operands(loops, (number,), known).isdisjoint(known):
+        return values.fixed(number)
+    assert isinstance(node, Compute)
+    return values.computed(node, {o: _at(loops, o, known, values) for o in operands_of(node)})
 
 
 def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:

@@ -21,7 +21,7 @@ class Chain:
     loop: the axis over which the last products reduce. rows: the axis that only their computed factors have.
     features: the axes of a row. products: all products.
     carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
-    together with those that they read.
+    together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
     """
 
     loop: int
@@ -29,6 +29,7 @@ class Chain:
     features: frozenset[int]
     products: tuple[int, ...]
     carried: tuple[int, ...]
+    has_parts: bool
 
     @classmethod
     def of(cls, loops: LoopNest) -> Chain | None:
@@ -52,9 +53,13 @@ class Chain:
         sizes = [loops.axes[k].size for k in features]
         if not all(isinstance(size, int) and size <= MOST_FEATURES for size in sizes):
             return None
-        same = (n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce) and node.axes == reduced)
-        carried = tuple(n for n in same if isinstance(carried_of(loops, n), Carried))
-        return cls(min(reduced), min(rows), frozenset(features), tuple(sums), carried)
+        nodes = enumerate(loops.nodes)
+        over_loop = [n for n, node in nodes if isinstance(node, Reduce) and node.axes & reduced]
+        laws = {n: carried_of(loops, n) for n in over_loop}
+        carried = {n: of for n, of in laws.items() if isinstance(of, Carried)}
+        merged = carried.keys() | {n for of in carried.values() for n in of.reads}
+        has_parts = merged == set(over_loop)
+        return cls(min(reduced), min(rows), frozenset(features), tuple(sums), tuple(carried), has_parts)
 
 
 def _axes(loops: LoopNest, number: int) -> frozenset[int]:

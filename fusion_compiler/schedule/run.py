@@ -86,7 +86,9 @@ class Run:
     @cached_property
     def sharing(self) -> SharedReductions | None:
         """Return what programs do with reductions that they share, as `sharing_of` does."""
-        return sharing_of(self.a, self.placement, self.where) if self.a.over_different_axes else None
+        if not self.a.over_different_axes:
+            return None
+        return sharing_of(self.a, self.placement, self.where, self.merged)
 
     @cached_property
     def carried(self) -> Mapping[int, Carried | str]:
@@ -94,6 +96,12 @@ class Run:
         names = self.placement.combined(Stage.CARRIED)
         numbers = (n for n, name in enumerate(self.a.loops.names) if name in names)
         return {n: carried_of(self.a.loops, n) for n in numbers}
+
+    @cached_property
+    def merged(self) -> frozenset[int]:
+        """Return the carried reductions and those that they read: the law merges parts of them."""
+        pairs = ((n, of.reads) for n, of in self.carried.items() if isinstance(of, Carried))
+        return frozenset(number for n, reads in pairs for number in (n, *reads))
 
     @cached_property
     def where(self) -> PlacedAxes:

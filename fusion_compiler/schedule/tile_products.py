@@ -92,8 +92,9 @@ def products_of(
 
 def is_chained(a: Analysis, placement: Placement) -> bool:
     """True if programs go through the axis of a chain of products in a loop."""
-    loop = None if a.chain is None else f"{a.loops.axes[a.chain.loop].name}.o"
-    return At(loop, Place.LOOP) in placement.directives if loop is not None else False
+    name = None if a.chain is None else a.loops.axes[a.chain.loop].name
+    in_loops = (d for d in placement.directives if isinstance(d, At) and d.place is Place.LOOP)
+    return name is not None and any(d.axis.split(".")[0] == name for d in in_loops)
 
 
 def with_exact_products(

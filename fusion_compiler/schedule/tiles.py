@@ -66,7 +66,7 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     if a.products is not None:
         return None  # in a loop
     if (least := min(_least(loops, group) for group in _groups(a))) > LARGEST_TILE:
-        in_loops = (*_chained(a), *parts(a, _by_stride(loops), device, NO_HINTS))
+        in_loops = (*_chained(a, device), *parts(a, _by_stride(loops), device, NO_HINTS))
         if next(_legal(a, in_loops), None) is None:
             return f"a tile of {least} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
@@ -93,7 +93,7 @@ def placements(
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
             runs.sort(key=roofline.us)
         return with_exact_products(loops, tuple(run.placement for run in runs), dtypes)
-    if of_chain := tuple(run.placement for run in _legal(a, _chained(a), hints)):
+    if of_chain := tuple(run.placement for run in _legal(a, _chained(a, roofline.device), hints)):
         return of_chain
     in_parts = islice(_legal(a, parts(a, _by_stride(loops), roofline.device, hints), hints), KEPT)
     if of_parts := tuple(run.placement for run in in_parts):
@@ -118,12 +118,12 @@ def _legal(
     return (run for run in runs if refusal_of(run) is None)
 
 
-def _chained(a: Analysis) -> Iterator[Placement]:
+def _chained(a: Analysis, device: DeviceSpec) -> Iterator[Placement]:
     """Yield placements of a chain of products with many rows, or of one that no tile holds."""
     if a.chain is not None:
         rows = hint(a.loops.axes[a.chain.rows].size)
         if rows > MOST_SHARING or _least(a.loops, a.inner) > LARGEST_TILE:
-            yield from chained.placements(a.loops, a.chain, _by_stride(a.loops))
+            yield from chained.placements(a.loops, a.chain, _by_stride(a.loops), device)
 
 
 def _groups(a: Analysis) -> list[frozenset[int]]:

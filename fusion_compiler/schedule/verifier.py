@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import not_above, product
 from fusion_compiler.ir.kernel import Buffer
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, operands_of
 from fusion_compiler.schedule.analysis import Analysis
@@ -17,6 +18,7 @@ from fusion_compiler.schedule.placement import On, Place, Placement, Stage
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.tile_products import product_of
 
+MOST_PARTS = 512  # of carried reductions, which are merged in one tile
 MOST_COPIES = 256  # of one statement, that unrolled axes make
 DESCRIPTORS = 90  # the first compute capability that has tensor descriptors, times ten
 NO_BUFFERS: Mapping[str, Buffer] = {}
@@ -63,11 +65,14 @@ def refusal_of(
         count = len(placed(run.where.of_axes(run.a.reduction(number).axes), Place.LOOP))
         if run.sharing is None or count != 1:
             return f"{loops.names[number]} is carried by a loop over its axis, and there are {count}"
+        parts = product(leaf.extent for leaf in run.sharing.leaves.get(number, ()))
+        if not not_above(parts, MOST_PARTS):
+            return f"{parts} programs share {loops.names[number]}, and one merges at most {MOST_PARTS} parts"
     on_grid = {axis for leaf in leaves if leaf.place is Place.GRID for axis in leaf.members}
     of_each = placement.combined(Stage.EACH)
     waits = list[dict[frozenset[int], int]]()  # shared reductions, by the axes that they reduce
     for number, node in enumerate(loops.nodes):
-        before = {axes: n for o in operands_of(node) for axes, n in waits[o].items()}
+        before = {axes: n for o in operands_of(node) for axes, n in waits[o].items() if n not in run.merged}
         if before and (isinstance(node, Reduce) or len(before) > 1):
             return f"{loops.names[number]} needs {loops.names[min(before.values())]}, which programs share"
         is_shared = isinstance(node, Reduce) and loops.names[number] not in of_each

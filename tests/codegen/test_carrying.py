@@ -164,7 +164,7 @@ def test_blocks_that_no_query_sees_are_not_visited(name: str, blocks: tuple[int,
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_the_gradient_of_queries_is_a_chain_without_a_carried_reduction(dtype: torch.dtype) -> None:
-    """In float32, the row sums `delta` cancel less exactly than eager's do, so that graphs do not use them."""
+    """In float32, the row sums `delta` cancel less exactly than eager's: graphs do not use them there."""
     nest = nests.gradient_of_queries(MASKS["causal"], dtype, 1, 2, 192, 16, 192, 32, 16)
     placements = schedules(nest.nest(), H200)
     q, k, v, do = (drawn(nest, 1.0)[name] for name in ("q", "k", "v", "do"))
@@ -190,6 +190,31 @@ def test_the_placements_of_chains_are_right(name: str) -> None:
     placements = schedules(nest.nest(), H200)
     assert all("combine(o, CARRIED)" in str(place) for place in placements)
     compare(VARIANTS[name], nest, random.choice(placements), drawn(nest, 1.0))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", ["softmax", "padding", "sinks", "sinks beside padding"])
+@pytest.mark.parametrize("chunk", [16, 32])
+def test_parts_of_a_loop_are_merged_by_the_same_law(name: str, chunk: int) -> None:
+    """Programs that have parts of the keys store their maxima and sums, which a second kernel rescales."""
+    nest = nests.attention(VARIANTS[name], torch.float32, 2, 2, 4, 16, KEYS, 16)
+    place = Placement.parse(
+        f"split(j, {chunk}); split(j.i, 16); place(b, GRID); place(h, GRID); place(j.o, GRID); "
+        "place(j.i.o, LOOP); place(i, LANES); place(j.i.i, LANES); place(d, LANES); place(e, LANES); "
+        "combine(l, CARRIED); combine(o, CARRIED); 4 warps"
+    )
+    assert len(built(nest, place).kernels) == 2
+    tensors = drawn(nest)
+    if "sink" in tensors:
+        tensors["sink"] = torch.tensor([20.0, -20.0])
+    compare(VARIANTS[name], nest, place, tensors)
+
+
+def test_few_queries_occupy_the_device() -> None:
+    nest = nests.attention(VARIANTS["softmax"], torch.bfloat16, 1, 2, 16, 64, 2048, 64)
+    place = schedules(nest.nest(), H200)[0]
+    assert "place(j.o, GRID)" in str(place)
+    compare(VARIANTS["softmax"], nest, place, drawn(nest, 1.0))
 
 
 def test_a_causal_loop_has_a_part_without_masks() -> None:
