@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from fusion_compiler.ir.loops import LoopNest, Reduce, with_operands
+from fusion_compiler.ir.loops import LoopNest, Node, Reduce, with_operands
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.products import sums_of_products
 
@@ -18,7 +19,8 @@ MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
 class Chain:
     """A chain of products.
 
-    loop: the axis over which the last products reduce. rows: the axis that only their computed factors have.
+    loop: the axis over which the last products reduce, or sums of products' rows. rows: the other axis of what
+    the first products make.
     features: the axes of a row. products: all products.
     carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
     together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
@@ -37,17 +39,19 @@ class Chain:
         sums, varies = sums_of_products(loops), loops.node_axes
         reads = {n: with_operands(loops, factors) & sums.keys() for n, factors in sums.items()}
         last = [n for n in sums if reads[n]]
-        if not last or not all(_axes(loops, n) == _axes(loops, last[0]) for n in last):
+        ends = last or [n for n, node in enumerate(loops.nodes) if n not in sums and _reads(loops, node, sums)]
+        if not ends or not all(_axes(loops, n) == _axes(loops, ends[0]) for n in ends):
             return None
-        reduced, rows, features = _axes(loops, last[0]), set[int](), set[int]()
+        reduced, rows, features = _axes(loops, ends[0]), set[int](), set[int]()
         for n in last:
             left, right = sums[n]
             computed = left if not sums.keys().isdisjoint(with_operands(loops, (left,))) else right
             other = right if computed is left else left
-            rows |= varies[computed] - varies[other]
             features |= varies[other] - varies[computed]
         for n in sums.keys() - set(last):
+            left, right = sums[n]
             features |= _axes(loops, n)
+            rows |= (varies[left] ^ varies[right]) - reduced
         if len(reduced) != 1 or len(rows) != 1 or features & (reduced | rows):
             return None
         sizes = [loops.axes[k].size for k in features]
@@ -60,6 +64,11 @@ class Chain:
         merged = carried.keys() | {n for of in carried.values() for n in of.reads}
         has_parts = merged == set(over_loop)
         return cls(min(reduced), min(rows), frozenset(features), tuple(sums), tuple(carried), has_parts)
+
+
+def _reads(loops: LoopNest, node: Node, sums: Collection[int]) -> bool:
+    """True for a reduction that reads products."""
+    return isinstance(node, Reduce) and not with_operands(loops, (node.operand,)).isdisjoint(sums)
 
 
 def _axes(loops: LoopNest, number: int) -> frozenset[int]:
