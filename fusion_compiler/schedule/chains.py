@@ -12,6 +12,7 @@ from fusion_compiler.ir.loops import LoopNest, Node, Reduce, with_operands
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.products import sums_of_products
 
+MOST_ROWS = 2  # axes of a tile that no product sums over
 MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
 
 
@@ -24,6 +25,8 @@ class Chain:
     features: the axes of a row. products: all products.
     carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
     together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
+    across: another axis of what the first products make, if the loop is over neither: programs share both of
+    them, as for the gradient of a bias that is the same for a whole batch.
     """
 
     loop: int
@@ -32,6 +35,7 @@ class Chain:
     products: tuple[int, ...]
     carried: tuple[int, ...]
     has_parts: bool
+    across: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, loops: LoopNest) -> Chain | None:
@@ -52,7 +56,7 @@ class Chain:
             left, right = sums[n]
             features |= _axes(loops, n)
             rows |= (varies[left] ^ varies[right]) - reduced
-        if len(reduced) != 1 or len(rows) != 1 or features & (reduced | rows):
+        if len(reduced) != 1 or not 1 <= len(rows) <= MOST_ROWS or features & (reduced | rows):
             return None
         sizes = [loops.axes[k].size for k in features]
         if not all(isinstance(size, int) and size <= MOST_FEATURES for size in sizes):
@@ -63,7 +67,9 @@ class Chain:
         carried = {n: of for n, of in laws.items() if isinstance(of, Carried)}
         merged = carried.keys() | {n for of in carried.values() for n in of.reads}
         has_parts = merged == set(over_loop)
-        return cls(min(reduced), min(rows), frozenset(features), tuple(sums), tuple(carried), has_parts)
+        first, *across = sorted(rows)
+        called = min(reduced), first, frozenset(features), tuple(sums), tuple(carried)
+        return cls(*called, has_parts and not across, tuple(across))
 
 
 def _reads(loops: LoopNest, node: Node, sums: Collection[int]) -> bool:
