@@ -64,9 +64,9 @@ def placements(
 
 
 def _over_rows_and_columns(
-    loops: LoopNest, chain: Chain, order: Sequence[int], shapes: Sequence[tuple[int, int, int, int]]
+    loops: LoopNest, chain: Chain, order: Sequence[int], shapes: Sequence[tuple[int, int, int, int]],
 ) -> Iterator[Placement]:
-    """Yield placements of programs that have rows and columns of the first products, and add up over a loop."""
+    """Yield placements of programs that have rows and columns of the first products, and sum in a loop."""
     names = [axis.name for axis in loops.axes]
     split = (chain.rows, *chain.across)
     sizes = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in split]

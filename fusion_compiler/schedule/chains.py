@@ -20,9 +20,8 @@ MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
 class Chain:
     """A chain of products.
 
-    loop: the axis over which the last products reduce, or sums of products' rows. rows: the other axis of what
-    the first products make.
-    features: the axes of a row. products: all products.
+    loop: the axis over which the last products reduce, or sums of products' rows. rows: the other axis of
+    what the first products make. features: the axes of a row. products: all products.
     carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
     together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
     across: another axis of what the first products make, if the loop is over neither: programs share both of
@@ -43,7 +42,8 @@ class Chain:
         sums, varies = sums_of_products(loops), loops.node_axes
         reads = {n: with_operands(loops, factors) & sums.keys() for n, factors in sums.items()}
         last = [n for n in sums if reads[n]]
-        ends = last or [n for n, node in enumerate(loops.nodes) if n not in sums and _reads(loops, node, sums)]
+        others = (n for n in range(len(loops.nodes)) if n not in sums)
+        ends = last or [n for n in others if _reads(loops, loops.nodes[n], sums)]
         if not ends or not all(_axes(loops, n) == _axes(loops, ends[0]) for n in ends):
             return None
         reduced, rows, features = _axes(loops, ends[0]), set[int](), set[int]()

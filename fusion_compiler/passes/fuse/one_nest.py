@@ -1,4 +1,4 @@
-"""Plan a graph that is one loop nest: a chain of products and reductions, such as attention, as one cluster."""
+"""Plan a graph that is one loop nest, a chain of products and reductions, as one cluster."""
 
 from __future__ import annotations
 

@@ -67,7 +67,11 @@ def _summed(loops: LoopNest, new: Rebuilt, number: int, node: Reduce, term: Term
 
 def _terms(loops: LoopNest, number: int, node: Reduce) -> Sequence[Term]:
     """Return the terms of a sum; none if it waits for no other sum, or cannot be taken apart."""
-    same = {n for n, other in enumerate(loops.nodes[:number]) if isinstance(other, Reduce) and other.axes == node.axes}
+    same = {
+        n
+        for n, other in enumerate(loops.nodes[:number])
+        if isinstance(other, Reduce) and other.axes == node.axes
+    }
     waiting = set(same)
     for n, other in enumerate(loops.nodes[:number]):
         if not waiting.isdisjoint(operands_of(other)):
@@ -99,7 +103,9 @@ def _expanded(loops: LoopNest, number: int, axes: frozenset[int], waiting: set[i
     ones, others = (_expanded(loops, n, axes, waiting) for n in (left, right))
     if operator is MUL:
         return tuple(
-            Term((*a.factors, *b.factors), (*a.behind, *b.behind), a.minus != b.minus) for a in ones for b in others
+            Term((*a.factors, *b.factors), (*a.behind, *b.behind), a.minus != b.minus)
+            for a in ones
+            for b in others
         )
     if not all(any(t.behind for t in terms) for terms in (ones, others)):
         return (Term((number,)),)  # a difference of what is final, such as an exponent

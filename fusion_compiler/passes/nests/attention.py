@@ -210,9 +210,7 @@ def _emit_sum(node: fx.Node, product: fx.Node, result: fx.Node) -> bool:
     rows, features = result.meta["val"].shape[1:]
     if result.meta["val"].dtype not in HALVES:
         return False
-    same = (
-        _stored(values) is _stored(read) and gradient.meta["val"].shape == result.meta["val"].shape
-    )
+    same = _stored(values) is _stored(read) and gradient.meta["val"].shape == result.meta["val"].shape
     transposed = product.meta["val"].shape[1] == rows and values.meta["val"].shape[1] == features
     if not (same and transposed and _is_transposed(values, read)):
         return False
