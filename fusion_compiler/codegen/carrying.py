@@ -41,10 +41,11 @@ from fusion_compiler.ir.loops import (
     Load,
     Reduce,
     Store,
+    is_applied,
     operands_of,
     source_of,
 )
-from fusion_compiler.ops.arithmetic import ADD
+from fusion_compiler.ops.arithmetic import ADD, EXP
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, Values, dependent, growth_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
@@ -72,6 +73,7 @@ class CarryingEmitter(ChainEmitter):
     bases: the maxima and minima that they read. waits: by node, those on which it depends. running: those of
     the loop that is open. dots: the products of two tiles. all_lanes: the dimensions of the placement.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
+    plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
     span: the part of a loop that is emitted. holding: the conditions that hold in it.
     compared: nodes that are only compared; as positions they need no 64 bits.
     """
@@ -86,6 +88,8 @@ class CarryingEmitter(ChainEmitter):
         late = {n: dependent(self.loops, (n,)) for n in self.bases}
         self.waits = [{n for n in self.bases if number in late[n]} for number in range(len(self.loops.nodes))]
         self.running: dict[int, Running] = {}
+        self.plain = {of.plain for of in carried.values()}
+        self.rescaled: dict[int, tuple[Tile, tuple[Leaf, ...]]] = {}
         self.used: dict[int, dict[tuple[Leaf, ...], None]] = {}
         readers = [(node, o) for node in self.loops.nodes for o in operands_of(node)]
         others = {o for node, o in readers if not isinstance(node, Compute) or node.spec.compare is None}
@@ -223,14 +227,11 @@ class CarryingEmitter(ChainEmitter):
             if number in self.bases:
                 self.run_on(number, node, state)
             elif number in self.dots:
-                ratio = self.ratio(number)
-                before = variable if ratio is None else variable * ratio
-                self.add(Assign((variable,), self.dot(number, before)))
+                self.add(Assign((variable,), self.dot(number, self.before(number, variable))))
             elif number not in self.carried:
                 super().add_terms(number, node, state)
             elif (term := self.term(number, node)) is not None:
-                ratio = self.ratio(number)
-                before = variable if ratio is None else variable * ratio
+                before = self.before(number, variable)
                 self.add(Assign((variable,), before + self.now(number, node, term).value))
 
     def run_on(self, number: int, node: Reduce, state: Tile) -> None:
@@ -243,8 +244,7 @@ class CarryingEmitter(ChainEmitter):
         value = self.let(f"new_{node.combine}", step(state.value, block.value, **nan))
         now = replace(block, value=value)
         self.running[number] = Running(state, now, self.lanes, self.depth)
-        shift = tl.where(value.eq(lift(PEAKS[node.combine])), 0.0, value)
-        self.keep(number, replace(now, value=self.let("shift", shift)))
+        self.keep(number, replace(now, value=self.let("shift", self.finite(number, value))))
 
     def now(self, number: int, node: Reduce, term: Tile) -> Tile:
         """Return a block's terms, reduced."""
@@ -277,28 +277,45 @@ class CarryingEmitter(ChainEmitter):
 
     # -- rescaling -----------------------------------------------------------------------------------------
 
-    def ratio(self, number: int) -> Expression | None:
-        """Return the factor of what was added up before the open block, or None if it is one."""
+    def before(self, number: int, total: Expression) -> Expression:
+        """Return what was added up before the open block, as it is with the maxima of now."""
         of = self.carried.get(number)
         powers = () if of is None else of.powers
-        steps = (self.step(power) for power in powers if not self.waits[power].isdisjoint(self.running))
-        factors = [self.fitted(tile, lanes).value for tile, lanes in steps]
-        return times(*factors) if factors else None
+        steps = [self.step(power) for power in powers if not self.waits[power].isdisjoint(self.running)]
+        if of is None or not steps:
+            return total
+        value = times(total, *(self.fitted(tile, lanes).value for tile, lanes in steps))
+        if of.shift is not None and of.plain is not None and self.waits[of.shift] & self.running.keys():
+            growth, plain = self.step(of.shift), self.rescaled[of.plain]
+            value = value + times(*(self.fitted(tile, lanes).value for tile, lanes in (growth, plain)))
+        if number in self.plain:
+            value = self.let("rescaled", value)
+            self.rescaled[number] = replace(self.sums[number], value=value), self.lanes
+        return value
 
-    def step(self, power: int) -> tuple[Tile, tuple[Leaf, ...]]:
-        """Return h(now) / h(before) of an exponential g(x) h(d), and its dimensions."""
-        node, bases = self.loops.nodes[power], sorted(self.waits[power] & self.running.keys())
+    def step(self, number: int) -> tuple[Tile, tuple[Leaf, ...]]:
+        """Return h(now) / h(before) of an exponential g(x) h(d), or b(now) - b(before) of a sum a(x) + b(d),
+        and its dimensions. A sum has no terms before its first maximum, which may then be any number."""
+        node, bases = self.loops.nodes[number], sorted(self.waits[number] & self.running.keys())
         assert isinstance(node, Compute)
-        ((exponent,), first) = operands_of(node), self.running[bases[0]]
+        first, is_power = self.running[bases[0]], is_applied(node, EXP)
         with self.dimensions(first.lanes):
             running = {n: self.running[n] for n in bases}
             before = {n: self.fitted(r.before, r.lanes).value for n, r in running.items()}
+            if not is_power:
+                before = {n: self.finite(n, value) for n, value in before.items()}
             now = {n: self.tile(n).value for n in bases}
             exponents = _Exponents(self, self.reduction(bases[0]).axes)
-            growth = growth_of(self.loops, exponent, before, now, exponents)
+            moving = operands_of(node)[0] if is_power else number
+            growth = growth_of(self.loops, moving, before, now, exponents)
             assert growth is not None
-            value = self.let("ratio", exponents.computed(node, {exponent: growth}))
+            value = exponents.computed(node, {moving: growth}) if is_power else growth
+            value = self.let("ratio" if is_power else "growth", value)
         return replace(first.now, value=value), first.lanes
+
+    def finite(self, number: int, value: Expression) -> Expression:
+        """Return a maximum, or zero if it is one of nothing."""
+        return tl.where(value.eq(lift(PEAKS[self.reduction(number).combine])), 0.0, value)
 
     # -- products ------------------------------------------------------------------------------------------
 

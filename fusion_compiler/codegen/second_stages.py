@@ -17,6 +17,7 @@ of the second (`schedule.shared_reductions`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -47,7 +48,7 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.ops.arithmetic import EXP, MUL
+from fusion_compiler.ops.arithmetic import ABS, ADD, EXP, LT, MUL, WHERE
 from fusion_compiler.schedule import placement as place
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.carried import Carried, Values, growth_of
@@ -130,6 +131,8 @@ def completed(
     dependent = _late(loops, partials)
     stores_left = [s for s in loops.stores if s.value in dependent]
     needed = with_operands(loops, (o for s in stores_left for o in store_operands(s)), partials)
+    laws = [carried[n] for n in needed if n in carried]
+    needed |= {n for of in laws for n in (*of.reads, of.plain) if n is not None}
     numbers, parts = dict[int, int](), dict[int, int]()
     nodes: list[Node] = []
     names: list[str] = []
@@ -182,10 +185,22 @@ class _Merged(Values[int]):
     def combined(self, operator: OpOverload, left: int, right: int) -> int:
         return self.add(applied(self.nodes, operator, left, right))
 
+    def finite(self, number: int) -> int:
+        """Return a maximum, or zero where it is one of nothing."""
+        dtype, size = self.nodes[number].dtype, self.add(applied(self.nodes, ABS, number))
+        is_finite = self.add(applied(self.nodes, LT, size, other=math.inf))
+        zero = self.add(Constant(0.0, dtype))
+        return self.add(applied(self.nodes, WHERE, is_finite, number, zero, dtype=dtype))
+
     def rescale(self, of: Carried, parts: Mapping[int, int]) -> None:
         """Multiply the last node, a part of a reduction, by h(all) / h(part). parts: the parts of others."""
         part = len(self.nodes) - 1
         of_all, of_part = ({n: numbers[n] for n in of.reads} for numbers in (self.numbers, parts))
+        if of.shift is not None and of.plain is not None:
+            finite = {n: self.finite(m) for n, m in of_part.items()}
+            growth = growth_of(self.loops, of.shift, finite, of_all, self)
+            assert growth is not None
+            part = self.combined(ADD, part, self.combined(MUL, growth, parts[of.plain]))
         for power in of.powers:
             (exponent,) = operands_of(self.loops.nodes[power])
             growth = growth_of(self.loops, exponent, of_part, of_all, self)

@@ -64,6 +64,7 @@ class Carried:
 
     rank: that of its terms. reads: the reductions over the same axes. powers: the exponentials among the
     factors of its terms. empty: a row whose elements are all -inf has NaN. text: the terms as a formula.
+    shift: a factor a(x) + b(d), if there is one. plain: then, the sum of the terms without that factor.
     """
 
     rank: int
@@ -71,6 +72,8 @@ class Carried:
     powers: tuple[int, ...]
     empty: bool
     text: str
+    shift: int | None = None
+    plain: int | None = None
 
 
 def carried_of(loops: LoopNest, number: int) -> Carried | str:
@@ -78,7 +81,7 @@ def carried_of(loops: LoopNest, number: int) -> Carried | str:
     node, name = loops.nodes[number], loops.names[number]
     if not isinstance(node, Reduce):
         return f"{name} is no reduction"
-    terms = _Terms(loops, node)
+    terms = Terms(loops, node)
     if not terms.reads:
         return f"{name} reads no reduction over the same axes"
     if (reason := terms.refusal()) is not None:
@@ -91,16 +94,21 @@ def carried_of(loops: LoopNest, number: int) -> Carried | str:
         return f"{text} is not finite"
     if rank > MOST_RANK:
         return f"{text} is not separable: rank > {MOST_RANK}"
-    if rank > 1:
-        return f"{text} has rank {rank}, and only terms of rank 1 are carried"
-    factors = list(terms.factors(node.operand))
-    for factor in factors:
-        if not is_applied(loops.nodes[factor], EXP):
-            return f"{terms.text(factor)} is a factor of {name} that is no exponential"
-        exponent = operands_of(loops.nodes[factor])[0]
-        if not terms.is_shifted(exponent):
+    factors = [n for n in terms.factors(node.operand) if n in terms.mixed or n in terms.reads]
+    powers = [n for n in factors if is_applied(loops.nodes[n], EXP)]
+    for power in powers:
+        (exponent,) = operands_of(loops.nodes[power])
+        if terms.is_sum(exponent) and not terms.is_bounded(exponent):
             return f"exp({terms.text(exponent)}) is not bounded by its maximum"
-    return Carried(rank, terms.reads, tuple(factors), terms.is_nan_where_empty(), text)
+    shifts = [n for n in factors if n not in powers]
+    exponents = [o for power in powers for o in operands_of(loops.nodes[power])]
+    if not all(map(terms.is_sum, (*shifts, *exponents))) or len(shifts) > 1 or not powers:
+        return f"{text} has rank {rank}, but factors that are not carried"
+    plain = terms.without(shifts[0], number) if shifts else None
+    if shifts and plain is None:
+        return f"{text} has rank {rank}, and there is no sum without the factor {terms.text(shifts[0])}"
+    empty = terms.is_nan_where_empty()
+    return Carried(rank, terms.reads, tuple(powers), empty, text, shifts[0] if shifts else None, plain)
 
 
 class Values(Protocol[T]):
@@ -160,7 +168,7 @@ def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:
     return frozenset(late)
 
 
-class _Terms:
+class Terms:
     """The terms F(x, d) of a reduction.
 
     reads: d, the reductions over the same axes. mixed: the nodes that depend on d, operands first. peaks: by
@@ -193,7 +201,7 @@ class _Terms:
     # -- numbers -----------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def data(self) -> tuple[int, ...]:
+    def data(self) -> frozenset[int]:
         """Return x: the nodes that vary along the reduced axes and of which F is computed, without those that
         are computed of them. The operands of maxima are among them."""
         nodes, peaks = self.loops.nodes, frozenset(self.peaks.values())
@@ -209,7 +217,7 @@ class _Terms:
                 stack += operands_of(nodes[n])
             else:
                 data.add(n)
-        return tuple(sorted(data))
+        return frozenset(data)
 
     @functools.cached_property
     def points(self) -> dict[int, Tensor]:
@@ -217,7 +225,7 @@ class _Terms:
         the reduced axes has one number."""
         random = torch.Generator().manual_seed(0)
         points: dict[int, Tensor] = {}
-        for n in self.data:
+        for n in sorted(self.data):
             count = CANDIDATES if self._varies(n) else 1
             points[n] = _drawn(self.loops.nodes[n].dtype, (count, 1), random)
         for n in self.reads:
@@ -247,15 +255,23 @@ class _Terms:
             sizes = torch.linalg.svdvals(rows)
             return int((sizes > EXACT * sizes[0]).sum())
 
-    def is_shifted(self, exponent: int) -> bool:
-        """True if an exponent is a sum a(x) + b(d) that is not positive where d is the maximum of x."""
-        within = with_operands(self.loops, (exponent,), self.reads)
-        peaks = {n: x for n, x in self.peaks.items() if n in within and x in self.data}
-        if peaks.keys() != within.intersection(self.reads):
+    def is_sum(self, number: int) -> bool:
+        """True if a node is a sum a(x) + b(d), where d are maxima and minima."""
+        reads = with_operands(self.loops, (number,), self.reads).intersection(self.reads)
+        if not reads <= self.peaks.keys():
             return False
         with _disable_current_modes():
-            e = self.at(exponent, self.points).double()
-            is_sum = (e - e[:1] - e[:, :1] + e[:1, :1]).abs().max() <= EXACT * (1 + e.abs().max())
+            e = self.at(number, self.points).double()
+            apart = e - e[:1] - e[:, :1] + e[:1, :1]
+            return bool(apart.abs().max() <= EXACT * (1 + e.abs().max()))
+
+    def is_bounded(self, exponent: int) -> bool:
+        """True if an exponent is a sum a(x) + b(d) that is not positive where d is the maximum of x."""
+        within = with_operands(self.loops, (exponent,), self.reads)
+        peaks = {n: x for n, x in self.peaks.items() if n in within}
+        if not self.is_sum(exponent) or not self.data.issuperset(peaks.values()):
+            return False
+        with _disable_current_modes():
             points = dict(self.points)
             for n, x in peaks.items():
                 least, d = PEAKS[_reduction(self.loops, n).combine], FAR * points[n]
@@ -263,7 +279,7 @@ class _Terms:
                 points |= {n: d, x: torch.cat((d + below, d.expand(len(below), -1)))}
             others = {n: v for n, v in points.items() if n not in peaks.keys() | peaks.values()}
             points |= {n: torch.cat((v, v)) for n, v in others.items() if len(v) == CANDIDATES}
-            return bool(is_sum and self.at(exponent, points).double().max() <= EXACT * FAR)
+            return bool(self.at(exponent, points).double().max() <= EXACT * FAR)
 
     def is_nan_where_empty(self) -> bool:
         """True if a term is NaN where the maximum is -inf, and so are all elements."""
@@ -277,10 +293,9 @@ class _Terms:
     # -- factors -----------------------------------------------------------------------------------------
 
     def factors(self, number: int) -> Iterator[int]:
-        """Yield the factors of a node that depend on d."""
+        """Yield the factors of a node. What does not depend on d is one."""
         if number not in self.mixed:
-            if number in self.reads:
-                yield number
+            yield number
             return
         node = self.loops.nodes[number]
         source = cast_of(node)
@@ -289,6 +304,16 @@ class _Terms:
             yield from self.factors(factor)
         if not factors:
             yield number
+
+    def without(self, factor: int, end: int) -> int | None:
+        """Return the sum over the same axes of all other factors' product, or None if there is none before
+        node `end`."""
+        others = sorted(n for n in self.factors(self.reduce.operand) if n != factor)
+        for n, node in enumerate(self.loops.nodes[:end]):
+            is_alike = isinstance(node, Reduce) and (node.combine, node.axes) == ("sum", self.reduce.axes)
+            if is_alike and others == sorted(self.factors(operands_of(node)[0])):
+                return n
+        return None
 
     def text(self, number: int) -> str:
         """Return a node as a formula of x and of the names of d."""

@@ -86,7 +86,7 @@ class Run:
     @cached_property
     def sharing(self) -> SharedReductions | None:
         """Return what programs do with reductions that they share, as `sharing_of` does."""
-        if not self.a.over_different_axes:
+        if not self.a.over_different_axes and not self.merged:
             return None
         return sharing_of(self.a, self.placement, self.where, self.merged)
 

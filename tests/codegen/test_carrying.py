@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import Tensor
 from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Program
+from fusion_compiler.ir.loops import COLS, INNER, Value
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.runtime.target import compile_for
+from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.space import schedules
 from fusion_compiler.schedule.verifier import refusal
 from tests.exactness import not_as_close, wide
@@ -215,6 +219,75 @@ def test_few_queries_occupy_the_device() -> None:
     place = schedules(nest.nest(), H200)[0]
     assert "place(j.o, GRID)" in str(place)
     compare(VARIANTS["softmax"], nest, place, drawn(nest, 1.0))
+
+
+def log_softmax(nest: Chain, name: str) -> Value:
+    """Return the logarithms of the softmax of an input [i, j] along j."""
+    x = nest.tensor(name, "i", "j", dtype=torch.float32)
+    y = nest.sub(x, nest.call(f"m_{name}", nest.over("max", x, "j")))
+    total = nest.call(f"l_{name}", nest.over("sum", nest.exp(y), "j"))
+    return nest.sub(y, nest.op("log.default", total))
+
+
+def entropy(nest: Chain) -> Value:
+    p = log_softmax(nest, "x")
+    return nest.mul(nest.exp(p), p)
+
+
+def divergence(nest: Chain) -> Value:
+    p, q = log_softmax(nest, "x"), log_softmax(nest, "y")
+    return nest.mul(nest.exp(p), nest.sub(p, q))
+
+
+def differential(nest: Chain) -> Value:
+    v = nest.tensor("v", "j", "e", dtype=torch.float32)
+    p, q = (nest.exp(log_softmax(nest, name)) for name in ("x", "y"))
+    return nest.mul(nest.sub(p, nest.mul(q, nest.constant(0.3))), v)
+
+
+def cosine(nest: Chain) -> Value:
+    """Two norms before a product: nothing is carried, since they are taken out of the sum."""
+    x, y = (nest.tensor(name, "i", "j", dtype=torch.float32) for name in "xy")
+    x, y = (nest.div(z, nest.op("sqrt.default", nest.over("sum", nest.mul(z, z), "j"))) for z in (x, y))
+    return nest.mul(x, y)
+
+
+OF_ROWS: dict[str, tuple[Callable[[Chain], Value], Callable[..., Tensor]]] = {
+    "entropy": (entropy, lambda x: (x.softmax(-1) * x.log_softmax(-1)).sum(-1)),
+    "divergence": (
+        divergence,
+        lambda x, y: (x.softmax(-1) * (x.log_softmax(-1) - y.log_softmax(-1))).sum(-1),
+    ),
+    "cosine": (cosine, lambda x, y: torch.nn.functional.cosine_similarity(x, y)),
+    "differential": (differential, lambda x, y, v: (x.softmax(-1) - 0.3 * y.softmax(-1)) @ v),
+}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_terms_of_rank_two_take_one_reading(name: str, offset: float, chunk: int) -> None:
+    terms, plain = OF_ROWS[name]
+    nest = Chain({"i": (6, COLS), "e": (16, COLS), "j": (90, INNER)})
+    axes = ("i", "e") if name == "differential" else ("i",)
+    nest.result("out", nest.call("r", nest.over("sum", terms(nest), "j")), *axes, dtype=torch.float32)
+    loops = separated(nest.nest())
+    carried = [loops.names[n] for n in range(len(loops.nodes)) if isinstance(carried_of(loops, n), Carried)]
+    split, part = (f"split(j, {chunk}); place(j.o, GRID); ", "j.i") if chunk else ("", "j")
+    place = Placement.parse(
+        f"{split}split({part}, 16); place({part}.o, LOOP); place(i, LANES); place({part}.i, LANES); "
+        f"place(e, LANES); {''.join(f'combine({name}, CARRIED); ' for name in carried)}4 warps"
+    )
+    assert refusal(loops, place) is None
+    program = assemble.build(assemble.Nests((loops,), nest.memory()), (place,), name, "")
+    assert program.kernels[0].source.count("tl.range(0,") == 1  # a second loop has the end
+    tensors = drawn(nest)
+    tensors |= {x: tensors[x] + offset for x in ("x", "y") if x in tensors}
+    (ours,) = run(program, tensors)
+    inputs = [tensors[x] for x in ("x", "y", "v") if x in tensors]
+    wrong = not_as_close(ours, plain(*inputs), plain(*wide(inputs)))
+    assert not wrong, wrong
 
 
 def test_a_causal_loop_has_a_part_without_masks() -> None:

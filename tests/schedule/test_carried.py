@@ -10,7 +10,9 @@ import torch
 from fusion_compiler.ir.loops import Value
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.placement import Placement
+from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.verifier import refusal
+from tests.nest_values import node_values
 from tests.schedule import attention_nests as nests
 from tests.schedule.attention_nests import Chain
 
@@ -38,9 +40,9 @@ def shifted(nest: Chain, x: Value) -> Value:
 
 
 def log_softmax(nest: Chain, x: Value) -> Value:
-    m = top(nest, x)
-    total = nest.call("l", nest.over("sum", nest.exp(nest.sub(x, m)), "j"))
-    return nest.sub(nest.sub(x, m), nest.op("log.default", total))
+    y = nest.sub(x, top(nest, x))
+    total = nest.call("l", nest.over("sum", nest.exp(y), "j"))
+    return nest.sub(y, nest.op("log.default", total))
 
 
 def twice(nest: Chain, value: Value) -> Value:
@@ -70,11 +72,11 @@ REFUSED: dict[str, tuple[Terms, str]] = {
     ),
     "square": (
         lambda n, x, w: n.mul(n.sub(x, mean(n, x)), n.sub(x, mean(n, x))),
-        "(x - mu) * (x - mu) has rank 3, and only terms of rank 1 are carried",
+        "(x - mu) * (x - mu) has rank 3, but factors that are not carried",
     ),
     "entropy": (
         lambda n, x, w: n.mul(n.exp(y := log_softmax(n, x)), y),
-        "exp(x - m - log(l)) * (x - m - log(l)) has rank 2, and only terms of rank 1 are carried",
+        "exp(x - m - log(l)) * (x - m - log(l)) has rank 2, but factors that are not carried",
     ),
     "other data": (
         lambda n, x, w: n.exp(n.sub(w, top(n, x))),
@@ -86,7 +88,7 @@ REFUSED: dict[str, tuple[Terms, str]] = {
     ),
     "no exponential": (
         lambda n, x, w: n.mul(n.op("rsqrt.default", n.call("v", n.over("sum", n.mul(x, x), "j"))), w),
-        "rsqrt(v) is a factor of r that is no exponential",
+        "rsqrt(v) * x has rank 1, but factors that are not carried",
     ),
     "no reduction": (lambda n, x, w: x, "r reads no reduction over the same axes"),
 }
@@ -102,6 +104,44 @@ def test_terms_of_rank_one_are_carried(text: str) -> None:
 def test_other_terms_are_refused_with_a_reason(name: str) -> None:
     terms, reason = REFUSED[name]
     assert verdict(terms) == reason
+
+
+def test_a_factor_that_is_shifted_needs_the_sum_without_it() -> None:
+    def terms(nest: Chain, x: Value, w: Value, with_sum: bool) -> Value:
+        y = nest.sub(x, top(nest, x))
+        p = nest.exp(y)
+        if with_sum:
+            nest.over("sum", p, "j")
+        return nest.mul(p, y)
+
+    carried = verdict(lambda n, x, w: terms(n, x, w, with_sum=True))
+    assert isinstance(carried, Carried) and carried.rank == 2 and carried.plain is not None
+    reason = "exp(x - m) * (x - m) has rank 2, and there is no sum without the factor x - m"
+    assert verdict(lambda n, x, w: terms(n, x, w, with_sum=False)) == reason
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("entropy", [1, 2]), ("softmax times values", [1, 1]), ("norm", []), ("square", None)]
+)
+def test_sums_are_taken_apart_until_the_law_allows_them(name: str, ranks: list[int] | None) -> None:
+    """The square of x - mean stays: it needs the mean of all elements, not that of those so far."""
+    softmax: Terms = lambda n, x, w: n.mul(n.exp(log_softmax(n, x)), w)  # noqa: E731
+    terms = {"softmax times values": softmax, "norm": REFUSED["no exponential"][0]}
+    nest = nests.chain(2, 2, 8, 4, 8, 4)
+    x = nest.tensor("x", "i", "j", dtype=torch.float32)
+    w = nest.tensor("w", "j", "e", dtype=torch.float32)
+    value = (terms.get(name) or REFUSED[name][0])(nest, x, w)
+    nest.result("out", nest.call("r", nest.over("sum", value, "j")), "i", "e", dtype=torch.float32)
+    loops = nest.nest()
+    apart = separated(loops)
+    laws = [carried_of(apart, n) for n in range(len(apart.nodes))]
+    assert [law.rank for law in laws if isinstance(law, Carried)] == (ranks or [])
+    if ranks is None:
+        assert len(apart.nodes) == len(loops.nodes)
+        return
+    tensors = {"x": torch.randn(8, 8), "w": torch.randn(8, 4)}
+    before, after = node_values(loops, tensors), node_values(apart, tensors)
+    torch.testing.assert_close(after[apart.stores[0].value], before[loops.stores[0].value])
 
 
 def test_a_maximum_of_what_waits_is_refused() -> None:

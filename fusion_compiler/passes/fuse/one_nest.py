@@ -18,6 +18,7 @@ from fusion_compiler.passes.fuse.movement import eager_calls
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.space import refusal
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -27,7 +28,7 @@ def plan_one(
 ) -> FusionPlan | str:
     """Return the plan of a graph with one cluster that computes all of it, or why it has none."""
     try:
-        loops = lower_chain(dag)
+        loops = separated(lower_chain(dag))
     except Illegal as error:
         return f"{error.rule}: {error}"
     analysis = Analysis(loops)

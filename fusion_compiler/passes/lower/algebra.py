@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from torch._ops import OpOverload
-
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
     INNER,
@@ -22,7 +20,6 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    applied,
     cast_of,
     groups_of,
     is_applied,
@@ -30,44 +27,13 @@ from fusion_compiler.ir.loops import (
     operands_of,
     pair_of,
     reduced_groups,
-    renumber,
-    renumber_axes,
-    renumber_store,
 )
 from fusion_compiler.ir.moments import is_exact, mean_of_squares
+from fusion_compiler.ir.rebuilt import Rebuilt
 from fusion_compiler.ops.arithmetic import ABS, ADD, AND, AT_LEAST, DIV, EQ, GE, LT, MUL, SUB, WHERE
 
 # the product of the remaining factors (None if there are none), and the removed factors
 Factored = tuple[int | None, tuple[int, ...]]
-
-
-class Rebuilt:
-    """Builds a loop nest node by node from an old one. numbers: maps each old node to the new node with its
-    value."""
-
-    def __init__(self, loops: LoopNest) -> None:
-        self.loops = loops
-        self.nodes: list[Node] = []
-        self.names: list[str] = []
-        self.numbers: dict[int, int] = {}
-
-    def add(self, node: Node, name: str) -> int:
-        self.nodes.append(node)
-        self.names.append(name)
-        return len(self.nodes) - 1
-
-    def keep(self, number: int) -> None:
-        node = renumber(self.loops.nodes[number], self.numbers)
-        self.numbers[number] = self.add(node, self.loops.names[number])
-
-    def apply(self, name: str, target: OpOverload, /, *operands: int, **literals: float) -> int:
-        """Add an operator of new nodes and of literals (see `ir.loops.applied`)."""
-        return self.add(applied(self.nodes, target, *operands, dtype=None, **literals), name)
-
-    def done(self) -> LoopNest:
-        stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
-        axes = renumber_axes(self.loops.axes, self.numbers)
-        return LoopNest(axes, tuple(self.nodes), stores, tuple(self.names))
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:

@@ -24,7 +24,6 @@ from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.lower.lower import Lowering, attempts, reduced_coords
 from fusion_compiler.passes.lower.products import product_of
 from fusion_compiler.passes.lower.rounding import Rounding
-from fusion_compiler.passes.lower.separate import separated
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Coords, Illegal, Space, is_reduction, reduced_by
 
@@ -40,7 +39,7 @@ def lower_chain(dag: OpDag) -> LoopNest:
     space = Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), is_free=True)
     ordered = (anchor, *(n for n in outputs if n != anchor))
     loops = attempts(lambda space: _Chain(dag, ops, ordered, space, Rounding(frozenset(outputs))), space)
-    return simplify(separated(loops))
+    return simplify(loops)
 
 
 def _is_product(dag: OpDag, name: str) -> bool:
