@@ -28,6 +28,7 @@ BENCHMARKS = {
     "schedules": "kernels.schedules",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",
+    "chains": "chains.measure",
     "models": "models.measure",
     "memory": "models.measure",
     "untuned": "models.measure",
@@ -67,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, default=90, help="seconds for one contender in one row")
     add(
         "--within", type=float, default=math.inf,
-        help="models, optimizer: seconds after which no cell is begun",
+        help="models, optimizer, chains: seconds after which no cell is begun",
     )  # fmt: skip
     add("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
     add("--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU")

@@ -32,6 +32,7 @@ CALLS = {
     "schedules": (("--filter", "chunked SwiGLU", "--limit", "1", "--budget", "0"), "first choice"),
     "overhead": (("--filter", "nothing", "--only", "eager"), "computes nothing, step"),
     "channel-order": (("--filter", "^odd bf16 64x33x"), "1 of 1"),
+    "chains": (("--filter", "^sigmoid.*forward$", "--backend", "eager", "--only", "ours"), "sigmoid, causal"),
     "models": (("--filter", "^ViT-B", "--only", "eager", "--no-check"), "ViT-B/16"),
     "memory": (("--filter", "^ViT-B", "--only", "eager"), "ViT-B/16"),
     "untuned": (("--filter", "^PatchTST", "--only", "eager", "--no-check"), "PatchTST"),

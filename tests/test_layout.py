@@ -39,13 +39,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.patterns": {"errors", "ir", "ops", "patterns", "capture"},
     "passes.rewrites": {"errors", "ir", "ops", "patterns", "capture", "runtime", "passes.patterns"},
     "passes.chunks": {"ir", "ops", "capture"},
+    "passes.nests": {"ir", "ops", "capture", "passes.chunks", "passes.rewrites"},
     "passes.fuse": {"errors", "ir", "ops", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "compiler": {
         "errors", "support", "ir", "ops", "options", "patterns", "codegen", "stitch", "runtime", "capture",
         "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
     "api": {"errors", "options", "patterns", "runtime", "capture", "optimizer", "compiler", "report"},
-    "pipeline": {"ir", "ops", "passes.chunks", "passes.fuse", "passes.rewrites"},
+    "pipeline": {"ir", "ops", "passes.chunks", "passes.fuse", "passes.nests", "passes.rewrites"},
     "optimizer": {
         "errors", "ir", "ops", "options", "schedule", "codegen", "runtime", "capture", "passes.lower",
     },

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fusion_compiler.compiler.products import Products
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.decision import Decisions, noted
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome, noted
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -15,6 +15,7 @@ from fusion_compiler.ir.plan_data import Setting
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.one_nest import plan_one
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -71,6 +72,12 @@ class Planner:
         kept = read_plan(self.store, key, info.name, dag, setting) if key is not None else None
         if kept is not None:
             return Planned(*kept, key)
+        refusals: Decisions = ()
+        if info.one_nest:
+            one = plan_one(info.name, dag, setting.device, setting.hints)
+            if isinstance(one, FusionPlan):
+                return Planned(one, None, key, decisions)
+            refusals = (Decision("one nest", info.name, Outcome.REFUSED, one),)
         self.stages.enter("match")
         is_backward = info.phase is Phase.BACKWARD
         hints = self.hints(info.phase)
@@ -89,7 +96,7 @@ class Planner:
         plan = self.products.placed(plan, setting.device, backend)
         names = {pattern.name for pattern in self.user_patterns}
         refused = (d for d in plan.about_graph if d.rule in names)
-        return Planned(plan.decided(*notes, *refused), None, key, decisions)
+        return Planned(plan.decided(*notes, *refused, *refusals), None, key, decisions)
 
     def keep(
         self, planned: Planned, plan: FusionPlan, programs: Mapping[str, tuple[Program, ...]]

@@ -37,6 +37,9 @@ def placements(
     names = [axis.name for axis in loops.axes]
     width = max(hint(loops.axes[k].size) for k in chain.features)
     shapes = next(shapes for most, shapes in SHAPES if width <= most)
+    if chain.across:
+        yield from _over_rows_and_columns(loops, chain, order, shapes)
+        return
     most = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in (chain.rows, chain.loop)]
     rows, loop = names[chain.rows], names[chain.loop]
     inside = {chain.rows, chain.loop, *chain.features}
@@ -56,6 +59,26 @@ def placements(
             *tile, *combined,
         )  # fmt: skip
         where = PlacedAxes.of(loops, Placement(directives))
+        units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
+        yield Placement((*directives, *units), warps, stages)
+
+
+def _over_rows_and_columns(
+    loops: LoopNest, chain: Chain, order: Sequence[int], shapes: Sequence[tuple[int, int, int, int]],
+) -> Iterator[Placement]:
+    """Yield placements of programs that have rows and columns of the first products, and sum in a loop."""
+    names = [axis.name for axis in loops.axes]
+    split = (chain.rows, *chain.across)
+    sizes = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in split]
+    inside = {*split, chain.loop, *chain.features}
+    for *block, warps, stages in shapes:
+        directives: list[Directive] = []
+        for k, most, length in zip(split, sizes, block, strict=True):
+            directives += [Split(names[k], min(most, length)), At(f"{names[k]}.o", Place.GRID)]
+        directives += [At(names[k], Place.GRID) for k in order if k not in inside]
+        directives += [At(names[chain.loop], Place.LOOP), *(At(f"{names[k]}.i", Place.LANES) for k in split)]
+        directives += [At(names[k], Place.LANES) for k in order if k in chain.features]
+        where = PlacedAxes.of(loops, Placement(tuple(directives)))
         units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
         yield Placement((*directives, *units), warps, stages)
 

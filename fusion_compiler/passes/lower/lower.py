@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import sympy
@@ -116,17 +117,22 @@ def lower(
         space = free_space(dag, ops)
     else:
         space = _with_rows(dag, ops, outputs, anchor_space(dag, ops, outputs, index_split))
+    loops = attempts(lambda space: Lowering(dag, ops, outputs, space, rounding), space, effort)
+    return corrected_means(loops, _halves(dag, loops)) if in_tile else loops
+
+
+def attempts(start: Callable[[Space], Lowering], space: Space, effort: Effort | None = None) -> LoopNest:
+    """Return the nest of the first lowering that needs no axis to be split. Raises Illegal."""
     for _ in range(24):
-        attempt = Lowering(dag, ops, outputs, space, rounding)
+        attempt = start(space)
         try:
-            loops = attempt.run()
-            return corrected_means(loops, _halves(dag, loops)) if in_tile else loops
+            return attempt.run()
         except NeedsSplit as split:
             space = space.split_axis(split.axis, split.inner)
         except NotExpressible as error:
             raise Illegal("layout", str(error)) from None
         except RecursionError:
-            raise Illegal("size", f"{len(ops)} ops nest too deep") from None
+            raise Illegal("size", f"{len(attempt.ops)} ops nest too deep") from None
         finally:
             if effort is not None:
                 effort.spent += len(attempt.memo)
@@ -315,13 +321,13 @@ class Lowering(Builder):
             shape, dims = reduced.shape, reduced.dims
             if reduced.is_product and split is not None and split.shape == shape:
                 for piece in self.pieces(self.space.tensor_coords()):
-                    self.value(op.name, _reduced_coords(op, piece, dims), None)
+                    self.value(op.name, reduced_coords(op, piece, dims), None)
                 return
             if shape == tuple(product(f) for f in self.space.factors):
                 groups = {self.space.groups[d] for d in dims if shape[d] != 1}
                 kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
                 if self.space.is_free or not groups & kept:
-                    self.value(op.name, _reduced_coords(op, identity, dims), None)
+                    self.value(op.name, reduced_coords(op, identity, dims), None)
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
@@ -347,7 +353,7 @@ class Lowering(Builder):
         if is_reduction(op):
             reduced = reduced_by(self.dag, op)
             source = self.in_order(reduced.shape) if reduced.is_product else self.place_of_operand(op.first)
-            return self.in_order(shape) if source is None else _reduced_coords(op, source, reduced.dims)
+            return self.in_order(shape) if source is None else reduced_coords(op, source, reduced.dims)
         for operand in op.inputs:
             if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
                 continue
@@ -657,7 +663,7 @@ class Lowering(Builder):
         over = frozenset(groups[d] for d in live if d in dims)
         if over and not over & {groups[d] for d in live if d not in dims}:
             for piece in self.pieces(self.space.tensor_coords()):
-                kept = self.with_fixed_axes(_reduced_coords(op, piece, dims))
+                kept = self.with_fixed_axes(reduced_coords(op, piece, dims))
                 if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
@@ -790,7 +796,7 @@ class Lowering(Builder):
         return self.converted(self.emit(reduce, name), torch.int64, name)
 
 
-def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
+def reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
     """Return the coordinates of a reduction's result, given those of its operand."""
     keepdim = len(op.outputs[0].shape) == len(coords)
     if keepdim:
