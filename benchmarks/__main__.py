@@ -24,9 +24,11 @@ BENCHMARKS = {
     "sweep": "kernels.sweep",
     "depthwise": "kernels.depthwise",
     "descriptors": "kernels.descriptors",
+    "products": "kernels.products",
     "schedules": "kernels.schedules",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",
+    "chains": "chains.measure",
     "models": "models.measure",
     "memory": "models.measure",
     "untuned": "models.measure",
@@ -36,6 +38,7 @@ BENCHMARKS = {
     "row-ranges": "decoding.row_ranges",
     "optimizer": "optimizer.measure",
     "compile-time": "compile_time.measure",
+    "machines": "machines.cuts",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }
@@ -65,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budget", type=float, default=90, help="seconds for one contender in one row")
     add(
         "--within", type=float, default=math.inf,
-        help="models, optimizer: seconds after which no cell is begun",
+        help="models, optimizer, chains: seconds after which no cell is begun",
     )  # fmt: skip
     add("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
     add("--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU")

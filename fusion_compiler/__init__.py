@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fusion_compiler.api import compile
     from fusion_compiler.errors import FusionError, FusionWarning
+    from fusion_compiler.machines.compression import Compression
+    from fusion_compiler.machines.partition import partition
+    from fusion_compiler.machines.pipeline import Pipeline
+    from fusion_compiler.machines.plan import Link, Machine
+    from fusion_compiler.machines.run import PipelineRunner
     from fusion_compiler.optimizer.fuse import fuse_optimizer
     from fusion_compiler.optimizer.fused import FusedOptimizer
     from fusion_compiler.options import Options
@@ -32,6 +37,12 @@ _HOMES = {
     "FusionWarning": "errors",
     "FusedOptimizer": "optimizer.fused",
     "fuse_optimizer": "optimizer.fuse",
+    "Link": "machines.plan",
+    "Machine": "machines.plan",
+    "Pipeline": "machines.pipeline",
+    "partition": "machines.partition",
+    "Compression": "machines.compression",
+    "PipelineRunner": "machines.run",
     "Options": "options",
     "DEFAULT_PATTERNS": "patterns",
     "cluster_hint": "patterns",
@@ -44,16 +55,22 @@ _HOMES = {
 }
 __all__ = [
     "DEFAULT_PATTERNS",
+    "Compression",
     "FusedOptimizer",
     "FusionError",
     "FusionWarning",
+    "Link",
+    "Machine",
     "Options",
+    "Pipeline",
+    "PipelineRunner",
     "Profile",
     "Report",
     "cluster_hint",
     "compile",
     "explain",
     "fuse_optimizer",
+    "partition",
     "profile",
     "rewrite",
     "user_kernel",

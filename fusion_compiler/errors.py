@@ -98,6 +98,27 @@ class ArgumentMismatchError(FusionError, TypeError):
     next_step = "pass the arguments with which the model itself would be called"
 
 
+class NotExportableError(FusionError, RuntimeError):
+    """torch.export cannot take a model as one graph. Fields: model, detail."""
+
+    template = "{model} cannot be exported as one graph, which is what is cut: {detail}"
+    next_step = "change what torch.export refuses, or cut the model by hand, with PipelineStage of PyTorch"
+
+
+class MachinesError(FusionError, ValueError):
+    """Machines, links or cuts do not fit each other or the model. Fields: detail, todo."""
+
+    template = "{detail}"
+    next_step = "{todo}"
+
+
+class OtherGraphError(FusionError, ValueError):
+    """A plan is used for a graph that it was not made from. Fields: node."""
+
+    template = "the plan cuts another graph: {node} differs or is missing"
+    next_step = "export the same model with arguments of the same shapes, or call fc.partition anew"
+
+
 class UnknownOptionError(FusionError, TypeError):
     """An option does not exist. Fields: option, suggestion (from `closest`), known."""
 
@@ -265,6 +286,34 @@ class LostRecordError(FusionError, RuntimeError):
     next_step = (
         "leave out torch.autograd.graph.save_on_cpu or saved_tensors_hooks around the model, or its dropout="
     )
+
+
+class StageLostError(FusionError, RuntimeError):
+    """A process of a pipeline has ended or hangs. Fields: stage (its name), reason."""
+
+    template = "the pipeline has lost {stage}: {reason}"
+    next_step = "start all processes again; runner.resume(folder) goes on from the last checkpoint"
+
+
+class StageMissingError(FusionError, RuntimeError):
+    """A process of a pipeline does not come to the start. Fields: rank, seconds."""
+
+    template = "process {rank} of the pipeline has not come within {seconds} s"
+    next_step = "look at that process's own error, or give the pipeline a longer start_s="
+
+
+class StagesDisagreeError(FusionError, ValueError):
+    """Two processes would run different pipelines. Fields: what, first, second (ranks), one, two (values)."""
+
+    template = "processes {first} and {second} disagree about {what}: {one} and {two}"
+    next_step = "run the same script, with the same versions and the same plan, in every process"
+
+
+class PipelineArgumentError(FusionError, ValueError):
+    """The arguments of a pipeline do not fit its plan or its processes. Fields: detail."""
+
+    template = "the pipeline cannot run: {detail}"
+    next_step = "examples/machines.py is a script that runs"
 
 
 class KernelError(FusionError, RuntimeError):

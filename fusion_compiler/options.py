@@ -20,6 +20,8 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 When = Literal["step", "backward", "forward", "auto"]  # when an optimizer's parameters are updated
 Numerics = Literal["float32", "eager"]
 NUMERICS: tuple[str, ...] = get_args(Numerics)
+Products = Literal["auto", "measured", "always"]
+PRODUCTS: tuple[str, ...] = get_args(Products)
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # Names of torch.compile for sets of these options.
 MODES: dict[str | None, dict[str, object]] = {
@@ -64,6 +66,9 @@ class Options:
     memory: a limit for the peak of a backward pass, arguments aside: "fast" for the use that costs almost no
         time, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others computed
         again, until an estimate is within the limit; if none is, the least is taken, and the plan says so.
+    products: matrix products with many rows in one kernel with what is behind them: "auto" where that was
+        measured to be faster, on devices of which measurements are known; "measured" on any device;
+        "always" wherever it is possible. Without a GPU predictions decide.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
     disable: names of passes to leave out, as `fusion-compiler passes` lists them.
     omit: names of fields of a module's result that are None in training, beside its `loss`, such as
@@ -84,12 +89,13 @@ class Options:
     graph_memory: float | int = 0.125
     dependent_launch: bool | Literal["auto"] = "auto"
     memory: float | int | Literal["fast"] = "fast"
+    products: Products = "auto"
     progress: bool = True
     disable: tuple[str, ...] = ()
     omit: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
+        for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS), ("products", PRODUCTS)):
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
@@ -166,6 +172,7 @@ class OptionArguments(TypedDict, total=False):
     graph_memory: float | int
     dependent_launch: bool | Literal["auto"]
     memory: float | int | Literal["fast"]
+    products: Products
     progress: bool
     disable: tuple[str, ...]
     omit: tuple[str, ...]

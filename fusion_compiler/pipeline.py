@@ -11,6 +11,9 @@ from collections.abc import Collection
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
+from fusion_compiler.passes.fuse.choice import PRODUCTS
+from fusion_compiler.passes.nests.attention import GENERAL_ATTENTION
+from fusion_compiler.passes.nests.sinks import ATTENTION_SINKS
 from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS
 from fusion_compiler.passes.rewrites.attention_mask import ATTENTION_MASK
 from fusion_compiler.passes.rewrites.attention_operands import (
@@ -39,6 +42,7 @@ from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION
 
 PASSES: tuple[Pass, ...] = (
     PLANS_FOR_RANGES,  # first: later passes may ask for the range
+    ATTENTION_SINKS,
     FUSED_ATTENTION,  # before the passes over calls of attention
     ATTENTION_MASK,  # without a mask tensor, grouped queries reach the flash kernel
     GROUPED_QUERIES,
@@ -61,9 +65,11 @@ PASSES: tuple[Pass, ...] = (
     CONTIGUOUS_ACTIVATIONS,
     MAX_POOL,
     SCALAR_CONSTANTS,
+    GENERAL_ATTENTION,
     CHUNKED_LOSS,
     CHUNKED_GRADIENT,
     IN_PLACE_WRITES,
+    PRODUCTS,
 )
 NAMES = tuple(each.name for each in PASSES)
 

@@ -25,7 +25,9 @@ from fusion_compiler.ir.loops import (
     Value,
 )
 
-_COMBINES: dict[str, Any] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any}
+_COMBINES: dict[str, Any] = {
+    "sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
+}  # fmt: skip
 
 
 def stored(loops: LoopNest, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from benchmarks.chains.variants import Shape, gpt_oss, soft_capped
 from fusion_compiler.options import Options
+from fusion_compiler.passes.nests import region
 from fusion_compiler.pipeline import NAMES
 from fusion_compiler.report import explanation
 
@@ -96,7 +98,9 @@ def attention(queries: int = 40, keys: int = 40, size: int = 16) -> tuple[Tensor
 
 ON_CPU: dict[str, Callable[[], Case]] = {
     "row ranges": lambda: Case(nn.Linear(2048, 2304), (torch.randn(3, 2048),), dynamic=True),
+    "attention sinks": lambda: Case(gpt_oss, (*Shape(2, 3, 37, 8, 8).inputs(), torch.randn(3))),
     "fused attention": lambda: Case(written_out, attention()),
+    "general attention": lambda: Case(soft_capped, tuple(Shape(2, 3, 37, 8, 8).inputs())),
     "attention mask": lambda: Case(masked, attention()),
     "scaled scores": lambda: Case(scaled, attention()),
     "attention operands in place": lambda: Case(copied, tuple(torch.randn(3, 2, 9, 32))),
@@ -168,7 +172,8 @@ def acted(plans: Any, name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_pass_acts_and_can_be_left_out(name: str) -> None:
+def test_a_pass_acts_and_can_be_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "ENABLED", True)  # passes that are off until they are measured
     case = ON_CPU[name]()
     trained = any(x.requires_grad for x in case.inputs)
     for disable, expected in (((), True), ((name,), False)):

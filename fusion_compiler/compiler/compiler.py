@@ -25,6 +25,7 @@ from fusion_compiler.capture.module import Plans
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
 from fusion_compiler.compiler.planning import Planner
+from fusion_compiler.compiler.products import Products
 from fusion_compiler.compiler.replays import Replays
 from fusion_compiler.compiler.runners import Runners, Target, verifier
 from fusion_compiler.errors import (
@@ -104,15 +105,16 @@ class Compiler:
         self.options, self.asked = options, asked
         self.patterns = checked(patterns)
         self.stages, self.store = Stages(), Store()
-        self.planner = Planner(options, self.patterns, self.store, self.stages, asked=asked)
+        self.warned = WarnOnce(options.strict)
+        self.debug = Debug(DebugSettings.of(os.environ), self.warned)
+        products = Products(options, self.store, self.stages, self.debug)
+        self.planner = Planner(options, self.patterns, self.store, self.stages, products, asked=asked)
         for pattern in self.planner.user_patterns:
             check(pattern)
         check_reachable(self.patterns)
         with contextlib.suppress(NotWritable):
             text_of_patterns(self.patterns)  # what they read must not change from now on
         self.plans = Plans(self.stages)
-        self.warned = WarnOnce(options.strict)
-        self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.progress = Progress(options.progress)
         self.kernels = Runners(options, self.store, self.stages, self.debug, self.warned)
         self.replays = Replays(options, self.plans, self.warned)

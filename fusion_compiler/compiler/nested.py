@@ -40,7 +40,8 @@ def with_chunks(
     copy, nodes = copied(gm)
     for node in loops:
         loop: Chunked = node.target
-        infos = {rows: inner_info(f"{loop.name}.{rows}_{loop.unit}", info) for rows in loop.bodies}
+        names = {rows: f"{loop.name}.{rows}_{loop.unit}" if loop.unit else loop.name for rows in loop.bodies}
+        infos = {rows: inner_info(name, info, one_nest=not loop.unit) for rows, name in names.items()}
         runs = {rows: compile_graph(body, examples(body), infos[rows]) for rows, body in loop.bodies.items()}
         bodies = {rows: predicted[each.name] for rows, each in infos.items()}
         nodes[node].target = replace(
@@ -70,7 +71,10 @@ def with_inner_graphs(gm: fx.GraphModule, info: GraphInfo, compile_graph: Compil
     return copy
 
 
-def inner_info(name: str, info: GraphInfo) -> GraphInfo:
+def inner_info(name: str, info: GraphInfo, *, one_nest: bool = False) -> GraphInfo:
     """Return the description of a graph within the graph that `info` describes."""
     digest = f"{info.digest} {name}" if info.digest else ""
-    return GraphInfo(f"{info.name}.{name}", Phase.CHUNK, (), 0, from_disk=info.from_disk, digest=digest)
+    return GraphInfo(
+        f"{info.name}.{name}", Phase.CHUNK, (), 0,
+        from_disk=info.from_disk, digest=digest, one_nest=one_nest,
+    )  # fmt: skip

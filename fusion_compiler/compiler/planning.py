@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusion_compiler.compiler.products import Products
 from fusion_compiler.ir.dag import OpDag
-from fusion_compiler.ir.decision import Decisions, noted
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome, noted
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.plan import FusionPlan
@@ -14,6 +15,7 @@ from fusion_compiler.ir.plan_data import Setting
 from fusion_compiler.ir.record import NotWritable
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.cluster import plan as plan_clusters
+from fusion_compiler.passes.fuse.one_nest import plan_one
 from fusion_compiler.passes.patterns.indexed import key_of
 from fusion_compiler.passes.patterns.match import match_all
 from fusion_compiler.passes.patterns.notes import notes_of_hints
@@ -45,9 +47,17 @@ class Planner:
     """
 
     def __init__(
-        self, options: Options, patterns: Sequence[Pattern], store: Store, stages: Stages, *, asked: bool
+        self,
+        options: Options,
+        patterns: Sequence[Pattern],
+        store: Store,
+        stages: Stages,
+        products: Products,
+        *,
+        asked: bool,
     ) -> None:
         self.options, self.asked, self.store, self.stages = options, asked, store, stages
+        self.products = products
         self.patterns = patterns
         self.user_patterns = tuple(p for p in patterns if p not in DEFAULT_PATTERNS)
         self.computed: set[str] = set()  # operators of the forward graphs
@@ -62,6 +72,12 @@ class Planner:
         kept = read_plan(self.store, key, info.name, dag, setting) if key is not None else None
         if kept is not None:
             return Planned(*kept, key)
+        refusals: Decisions = ()
+        if info.one_nest:
+            one = plan_one(info.name, dag, setting.device, setting.hints)
+            if isinstance(one, FusionPlan):
+                return Planned(one, None, key, decisions)
+            refusals = (Decision("one nest", info.name, Outcome.REFUSED, one),)
         self.stages.enter("match")
         is_backward = info.phase is Phase.BACKWARD
         hints = self.hints(info.phase)
@@ -77,9 +93,10 @@ class Planner:
             backward=is_backward,
             matches=matched.matches,
         )
+        plan = self.products.placed(plan, setting.device, backend)
         names = {pattern.name for pattern in self.user_patterns}
         refused = (d for d in plan.about_graph if d.rule in names)
-        return Planned(plan.decided(*notes, *refused), None, key, decisions)
+        return Planned(plan.decided(*notes, *refused, *refusals), None, key, decisions)
 
     def keep(
         self, planned: Planned, plan: FusionPlan, programs: Mapping[str, tuple[Program, ...]]

@@ -74,7 +74,14 @@ class Multiplied:
     dtype: torch.dtype
 
 
-Result = Joined | Added | Multiplied  # numbers are positions among the body's results
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A result of a body that runs once, as it is."""
+
+    source: int
+
+
+Result = Joined | Added | Multiplied | Whole  # numbers are positions among the body's results
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +91,9 @@ class Chunked:
     name: of the product whose rows these are. rows: how many there are. chunk: how many at a time; the last
     has what is left. inputs: for each input where its rows are, None for one that every chunk reads whole.
     bodies: the graph of one chunk, by its number of rows. runs: what runs in place of a body: takes a list.
-    saved: bytes of the largest tensor that is never stored. unit: what the rows are, for people. peak: bytes
-    that a body uses at once. host_us, gpu_us: predicted microseconds to launch all chunks, and to run them.
+    saved: bytes of the largest tensor that is never stored. unit: what the rows are, for people; "" for a
+    body that runs once and has no rows. peak: bytes that a body uses at once. host_us, gpu_us: predicted
+    microseconds to launch all chunks, and to run them.
     """
 
     name: str
@@ -110,14 +118,14 @@ class Chunked:
 
     @property
     def __name__(self) -> str:
-        return f"chunks_of_{self.name}"
+        return f"chunks_of_{self.name}" if self.unit else self.name
 
     @property
     def count(self) -> int:
         return math.ceil(self.rows / self.chunk)
 
     def __str__(self) -> str:
-        return f"{self.__name__} ({self.count} x {self.chunk} {self.unit})"
+        return f"{self.__name__} ({self.count} x {self.chunk} {self.unit})" if self.unit else self.name
 
     def beside(self, results: Sequence[tuple[int, torch.dtype]]) -> int:
         """Return the bytes that are in use while it runs, beside its operands and results: a chunk's, and
@@ -125,7 +133,7 @@ class Chunked:
         sums = sum(
             elements * wide(dtype).itemsize
             for result, (elements, dtype) in zip(self.results, results, strict=True)
-            if not isinstance(result, Joined) and wide(dtype) != dtype
+            if not isinstance(result, Joined | Whole) and wide(dtype) != dtype
         )
         return self.peak + sums
 
@@ -169,6 +177,8 @@ def _with_chunk(total: Any, result: Result, values: Sequence[Tensor], first: int
             total = value.new_empty(result.rows.counting(rows, value.shape))
         total.narrow(dim, first, value.shape[dim]).copy_(value)
         return total
+    if isinstance(result, Whole):
+        return values[result.source]
     if isinstance(result, Added):
         value = values[result.source]
         return value.to(wide(value.dtype)) if total is None else total.add_(value)
@@ -191,7 +201,7 @@ def _product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 def _finished(total: Any, result: Result) -> Tensor:
     if isinstance(result, Joined):
         return total.view(result.shape)
-    return total.to(result.dtype)
+    return total if isinstance(result, Whole) else total.to(result.dtype)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

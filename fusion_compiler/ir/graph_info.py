@@ -62,6 +62,7 @@ class GraphInfo:
     origins: of the placeholders that are arguments of the Dynamo graph, by name.
     from_disk: it was not traced, an earlier process had kept it.
     digest: a hash of the graph and of all that is known of it; "" where that cannot be told.
+    one_nest: it was cut out of another graph so that one kernel computes it.
     """
 
     name: str
@@ -74,3 +75,4 @@ class GraphInfo:
     origins: Origins = field(default_factory=dict[str, Origin])
     from_disk: bool = False
     digest: str = ""
+    one_nest: bool = False

@@ -27,7 +27,7 @@ _CLASSES: Mapping[str, type[Any]] = {
     for cls in (
         *(*get_args(loops.Node), loops.Axis, loops.Index, loops.Value, loops.Store, loops.LoopNest),
         *(plan_data.Cost, plan_data.Call, plan_data.Cluster),
-        *(chunks.Rows, chunks.Joined, chunks.Added, chunks.Multiplied),
+        *(chunks.Rows, chunks.Joined, chunks.Added, chunks.Multiplied, chunks.Whole),
         *(kernel.Argument, kernel.Kernel, kernel.Buffer, kernel.Program, Source, Decision),
     )
 }

@@ -146,6 +146,10 @@ class Runner:
     def __call__(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
         return self._entry(*arguments)
 
+    def gpu(self) -> Gpu:
+        """Return the GPU of the device `home`. Raises KernelError if it cannot be launched on."""
+        return self._gpu_of(())
+
     def link(self, replace: Callable[[Launcher], None]) -> None:
         """Pass to `replace` the function to call in the runner's place: now, and whenever it changes."""
         self._links.append(replace)

@@ -256,7 +256,7 @@ class Rewriter:
                     item = _times(item, factor, node)
             node.replace_all_uses_with(item)
             self.replacements[node] = item
-        _sort(graph)
+        sort(graph)
         graph.eliminate_dead_code()
 
 
@@ -290,7 +290,7 @@ def _times(value: fx.Node, factor: fx.Node, like: fx.Node) -> fx.Node:
     return scaled
 
 
-def _sort(graph: fx.Graph) -> None:
+def sort(graph: fx.Graph) -> None:
     """Put every node behind the nodes that it reads, and keep the order otherwise."""
     done: set[fx.Node] = set()
     output = graph.output_node()

@@ -31,7 +31,7 @@ def library_call(op: Op) -> str | None:
         return "draws the seed from PyTorch's generator, once a graph"
     if isinstance(target, Chunked):
         times = f"{target.count} times for {target.chunk} of {target.rows} {target.unit}"
-        return f"runs a graph of its own, {times}"
+        return f"runs a graph of its own, {times}" if target.unit else "runs a graph of its own"
     if isinstance(target, HigherOrderOperator):
         if target in CONTROL_FLOW:
             return "control flow: its graphs have plans of their own, and data decides what runs"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import sympy
@@ -116,17 +117,22 @@ def lower(
         space = free_space(dag, ops)
     else:
         space = _with_rows(dag, ops, outputs, anchor_space(dag, ops, outputs, index_split))
+    loops = attempts(lambda space: Lowering(dag, ops, outputs, space, rounding), space, effort)
+    return corrected_means(loops, _halves(dag, loops)) if in_tile else loops
+
+
+def attempts(start: Callable[[Space], Lowering], space: Space, effort: Effort | None = None) -> LoopNest:
+    """Return the nest of the first lowering that needs no axis to be split. Raises Illegal."""
     for _ in range(24):
-        attempt = Lowering(dag, ops, outputs, space, rounding)
+        attempt = start(space)
         try:
-            loops = attempt.run()
-            return corrected_means(loops, _halves(dag, loops)) if in_tile else loops
+            return attempt.run()
         except NeedsSplit as split:
             space = space.split_axis(split.axis, split.inner)
         except NotExpressible as error:
             raise Illegal("layout", str(error)) from None
         except RecursionError:
-            raise Illegal("size", f"{len(ops)} ops nest too deep") from None
+            raise Illegal("size", f"{len(attempt.ops)} ops nest too deep") from None
         finally:
             if effort is not None:
                 effort.spent += len(attempt.memo)
@@ -189,7 +195,8 @@ class Lowering(Builder):
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
         groups = space.axis_groups
-        axes = tuple(Axis(f"a{i}", size, groups[i]) for i, size in enumerate(space.axes))
+        sizes = enumerate(space.axes)
+        axes = tuple(Axis(f"a{i}", size, groups[i], most=dag.most.get(size)) for i, size in sizes)
         super().__init__(dag, axes, space.extents)
         self.ops, self.outputs, self.space = ops, outputs, space
         self.rounder = Rounder(self, rounding)
@@ -210,29 +217,35 @@ class Lowering(Builder):
         self.along = next((space.groups[p.reduced] for p in products), None)
 
     def run(self) -> LoopNest:
-        stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix the coordinates of everything upstream
             if is_reduction(self.dag.op(name)) and name not in self.reduced:
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
-        for name in self.outputs:
-            part = None if self.along is None else self.part(name)
-            if part is not None and part.ranges:
-                stores += self.stores_of_part(name, part)
-                continue
-            coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
-            if coords is not None and is_bijection(coords, shape, self.extents):
-                stores += [self.store(name, at, piece=i) for i, at in enumerate(self.pieces(coords))]
-            elif (places := self.beside(shape)) and self.dag.op(name).target is not put:
-                stores += [self.store(name, at) for at in places]
-            else:
-                raise Illegal(
-                    "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
-                )
+        placed, waiting = dict[str, list[Store]](), list(self.outputs)
+        while waiting:  # what lies where nothing says yet comes after results that say it
+            placed |= {name: of_name for name in waiting if (of_name := self.stores_of(name)) is not None}
+            if placed.keys().isdisjoint(waiting):
+                name, axes = waiting[0], list(self.space.axes)
+                shape = list(stored_shape(self.dag, self.dag.op(name)))
+                raise Illegal("space", f"{name} is {shape}, and the others' space is {axes}")
+            waiting = [name for name in waiting if name not in placed]
+        stores = [store for name in self.outputs for store in placed[name]]
         axes = self.tile_axes(stores) if self.space.is_free else self.axes
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+
+    def stores_of(self, name: str) -> list[Store] | None:
+        """Return the stores of an output, or None if nothing says yet where in the space its elements are."""
+        part = None if self.along is None else self.part(name)
+        if part is not None and part.ranges:
+            return self.stores_of_part(name, part)
+        coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
+        if coords is not None and is_bijection(coords, shape, self.extents):
+            return [self.store(name, at, piece=i) for i, at in enumerate(self.pieces(coords))]
+        if (places := self.beside(shape)) and self.dag.op(name).target is not put:
+            return [self.store(name, at) for at in places]
+        return None
 
     def tile_axes(self, stores: list[Store]) -> tuple[Axis, ...]:
         """Return the axes of a free space. Inner are those that some reduction reduces, or that some result
@@ -308,13 +321,13 @@ class Lowering(Builder):
             shape, dims = reduced.shape, reduced.dims
             if reduced.is_product and split is not None and split.shape == shape:
                 for piece in self.pieces(self.space.tensor_coords()):
-                    self.value(op.name, _reduced_coords(op, piece, dims), None)
+                    self.value(op.name, reduced_coords(op, piece, dims), None)
                 return
             if shape == tuple(product(f) for f in self.space.factors):
                 groups = {self.space.groups[d] for d in dims if shape[d] != 1}
                 kept = {self.space.groups[d] for d in range(len(shape)) if d not in dims and shape[d] != 1}
                 if self.space.is_free or not groups & kept:
-                    self.value(op.name, _reduced_coords(op, identity, dims), None)
+                    self.value(op.name, reduced_coords(op, identity, dims), None)
                     return
 
     def pieces(self, coords: Coords) -> list[Coords]:
@@ -340,7 +353,7 @@ class Lowering(Builder):
         if is_reduction(op):
             reduced = reduced_by(self.dag, op)
             source = self.in_order(reduced.shape) if reduced.is_product else self.place_of_operand(op.first)
-            return self.in_order(shape) if source is None else _reduced_coords(op, source, reduced.dims)
+            return self.in_order(shape) if source is None else reduced_coords(op, source, reduced.dims)
         for operand in op.inputs:
             if not self.dag.op(operand).outputs or self.dag.op(operand).outputs[0].shape != shape:
                 continue
@@ -650,7 +663,7 @@ class Lowering(Builder):
         over = frozenset(groups[d] for d in live if d in dims)
         if over and not over & {groups[d] for d in live if d not in dims}:
             for piece in self.pieces(self.space.tensor_coords()):
-                kept = self.with_fixed_axes(_reduced_coords(op, piece, dims))
+                kept = self.with_fixed_axes(reduced_coords(op, piece, dims))
                 if coords == tuple(ZERO if s == 1 else c for s, c in zip(shape, kept, strict=True)):
                     inner = tuple(piece[d] for d in dims)
                     sizes = tuple(product(self.space.factors[d]) for d in dims)
@@ -783,7 +796,7 @@ class Lowering(Builder):
         return self.converted(self.emit(reduce, name), torch.int64, name)
 
 
-def _reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
+def reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:
     """Return the coordinates of a reduction's result, given those of its operand."""
     keepdim = len(op.outputs[0].shape) == len(coords)
     if keepdim:

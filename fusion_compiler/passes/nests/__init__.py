@@ -1,0 +1,1 @@
+"""Chains of reductions that become one loop nest each: see `attention.py`."""

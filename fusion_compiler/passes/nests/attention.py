@@ -1,0 +1,259 @@
+"""Attention that PyTorch has no call for becomes one loop nest forward, and a few backward.
+
+How is it represented? An operator of our own above autograd would have to carry a program of its scores, and
+derive the gradient of that. Autograd has done so already in the joint graph of forward and backward, whatever
+the scores are: soft-capped, biased, masked, dropped, two softmaxes, a sigmoid. So the region of the scores is
+read from the joint graph (`region.py`), and each of its nests becomes one call of a graph of plain ATen
+(`body.py`), as a loop over chunks does. That graph is the reference, runs on any device, has the sizes of the
+call as arguments, and is kept on disk like others; the partitioner sees a call, of which results, and never
+scores, are saved. The planner makes one kernel of a nest (`passes/lower/chains.py`).
+
+Row sums of the gradient need no nest where they are
+
+    sum over j of p[i, j] * (do @ v^T)[i, j]   =   sum over e of do[i, e] * o[i, e]    with o = p @ v
+
+which is used for 16-bit results. In float32 its rounding would be the largest error of a gradient: the terms
+p * (do @ v^T) no longer cancel exactly with their sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, emit, reached
+from fusion_compiler.ir.chunks import Chunked, Whole
+from fusion_compiler.ir.decision import Decision, Decisions, Outcome
+from fusion_compiler.ir.graph_pass import Level, Pass, Refused
+from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ops.schema import HALVES, is_cast
+from fusion_compiler.passes.chunks.chunk import sort
+from fusion_compiler.passes.nests import region as region_of_scores
+from fusion_compiler.passes.nests.body import Nest, nests_of
+from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, Region, count, regions
+from fusion_compiler.passes.rewrites.mask_algebra import expression
+
+_aten = torch.ops.aten
+RULE = "general attention"
+_COPIES = (_aten.alias.default, _aten.clone.default, _aten.detach.default)
+
+
+def make_nests(graph: fx.Graph) -> Decisions:
+    """Replace, in place, the scores of all attentions in a joint graph by calls of one nest each."""
+    if not region_of_scores.ENABLED:
+        return ()
+    sum_results(graph)
+    split_sums(graph)
+    graph.eliminate_dead_code()
+    notes: list[Decision] = []
+    for region in regions(graph):
+        if not isinstance(region, Region):
+            notes.append(Decision(RULE, region[0].name, Outcome.REFUSED, region[1]))
+            continue
+        subject = region.products[0].name
+        try:
+            notes.append(Decision(RULE, subject, Outcome.DONE, _replace(graph, region)))
+        except Refused as reason:
+            notes.append(Decision(RULE, subject, Outcome.REFUSED, str(reason)))
+    return tuple(notes)
+
+
+def _replace(graph: fx.Graph, region: Region) -> str:
+    """Put the calls of a region's nests in its place, and return the note. Raises Refused."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    nests = nests_of(region, order)
+    for nest in nests:
+        _check_order(nest, order)
+    calls = [(nest, nest.graph()) for nest in nests]
+    saved = max(_bytes(n) for n in region.scores)
+    items: dict[fx.Node, fx.Node] = {}
+    for number, (nest, body) in enumerate(calls):
+        name = f"nest_{region.products[0].name}" + (f"_{number}" if number else "")
+        results = tuple(map(Whole, range(len(nest.results))))
+        target = Chunked(name, 1, 1, (None,) * len(nest.inputs), results, {1: body}, saved, unit="")
+        _call(graph, nest, target, items)
+    sort(graph)
+    graph.eliminate_dead_code()
+    backward = sum(nest.exits[0].backward for nest in nests)
+    gradients = f" and {backward} backward" if backward else ""
+    return f"{len(nests) - backward} nest forward{gradients}, {saved / 1e9:.3f} GB never stored"
+
+
+def _bytes(node: fx.Node) -> int:
+    return count(node) * node.meta["val"].dtype.itemsize
+
+
+def _check_order(nest: Nest, order: dict[fx.Node, int]) -> None:
+    """Raise Refused if something that a nest reads is computed from its results."""
+    ends = {e.node for e in nest.exits}
+    first = min(order[n] for n in ends)
+    late = [n for n in nest.inputs if order[n] > first]
+    after = reached(late, lambda n: [i for i in n.all_input_nodes if order[i] >= first]) & ends
+    if after:
+        raise Refused(f"{min(after).name} is needed for what the same nest reads")
+
+
+def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.Node]) -> None:
+    """Emit the call of a nest, and put its results in the place of the exits. items: the result for each."""
+    tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
+    tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
+    first, inputs = nest.results[0], tuple(items.get(n, n) for n in nest.inputs)
+    with graph.inserting_before(first):
+        call = graph.create_node("call_function", target, inputs, {}, target.name)
+        call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
+    for position, node in enumerate(nest.results):
+        with graph.inserting_before(node):
+            item = graph.call_function(operator.getitem, (call, position))
+        item.meta = {**node.meta, **tag}
+        items[node] = item
+        node.replace_all_uses_with(item)
+
+
+# -- row sums of gradients ------------------------------------------------------------------------------
+
+
+def sum_results(graph: fx.Graph) -> int:
+    """Compute row sums of p * (do @ v^T) as those of do * (p @ v), in place; return how many there were."""
+    sums = graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
+    return sum(_sum_result(node) for node in sums)
+
+
+def split_sums(graph: fx.Graph) -> None:
+    """Let sums of scores over several dimensions, in place, sum rows before all else: a nest has row sums."""
+    scores = {n for region in regions(graph) if isinstance(region, Region) for n in region.scores}
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        named = arguments(node)
+        rank = len(named["self"].meta["val"].shape)
+        dims = sorted(d % rank for d in named["dim"])
+        if named["self"] in scores and len(dims) > 1 and named.get("dtype") is None:
+            with graph.inserting_before(node):
+                rows = emit(node, _aten.sum.dim_IntList, named["self"], dims[-1:], True)
+            rows.meta = {**node.meta, **rows.meta}
+            node.args = (rows, *node.args[1:])
+
+
+def _sum_result(node: fx.Node) -> bool:
+    named = arguments(node)
+    term, rank = named["self"], len(named["self"].meta["val"].shape)
+    if (
+        not isinstance(term, fx.Node)
+        or term.target is not _aten.mul.Tensor
+        or [d % rank for d in named["dim"]] != [rank - 1]
+    ):
+        return False
+    one, other = _both(term)
+    for gradient, weights in ((one, other), (other, one)):
+        for product, factors in _linear(gradient):
+            for result in _products_of(weights, factors):
+                if _emit_sum(node, product, result):
+                    return True
+    return False
+
+
+def _both(node: fx.Node) -> tuple[Any, Any]:
+    """Return the operands of a call of two."""
+    return node.args[0], node.args[1]
+
+
+def _linear(node: Any) -> Iterable[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """Yield products that a value is, times some factors, through views and casts."""
+    pending: list[tuple[Any, tuple[fx.Node, ...]]] = [(node, ())]
+    while pending:
+        current, factors = pending.pop()
+        if not isinstance(current, fx.Node):
+            continue
+        if current.target is _aten.bmm.default:
+            yield current, factors
+        elif _is_copy(current):
+            pending.append((current.all_input_nodes[0], factors))
+        elif current.target is _aten.mul.Tensor:
+            one, other = _both(current)
+            if isinstance(one, fx.Node) and isinstance(other, fx.Node):
+                pending += [(one, (*factors, other)), (other, (*factors, one))]
+
+
+def _products_of(node: Any, factors: tuple[fx.Node, ...]) -> Iterable[fx.Node]:
+    """Yield the products with a value times the factors on the left, through views and casts."""
+    while isinstance(node, fx.Node) and _is_copy(node):
+        node = node.all_input_nodes[0]
+    pending = [(node, factors)] if isinstance(node, fx.Node) else []
+    while pending:
+        current, left = pending.pop()
+        for user in current.users:
+            if user.target is _aten.bmm.default and user.args[0] is current and not left:
+                yield user
+            elif _is_copy(user) and not _is_backward(user):
+                pending.append((user, left))
+            elif user.target is _aten.mul.Tensor and not _is_backward(user):
+                other = next((a for a in user.args if a is not current), None)
+                if other in left:
+                    pending.append((user, tuple(n for n in left if n is not other)))
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == BACKWARD
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        node.target in _COPIES or is_cast(node.target) or (is_view_node(node) and bool(node.all_input_nodes))
+    )
+
+
+def _emit_sum(node: fx.Node, product: fx.Node, result: fx.Node) -> bool:
+    """Emit the sum of do * o in the place of a row sum; return False if they are not of the same values."""
+    (gradient, values), (_, read) = _both(product), _both(result)
+    rows, features = result.meta["val"].shape[1:]
+    if result.meta["val"].dtype not in HALVES:
+        return False
+    same = _stored(values) is _stored(read) and gradient.meta["val"].shape == result.meta["val"].shape
+    transposed = product.meta["val"].shape[1] == rows and values.meta["val"].shape[1] == features
+    if not (same and transposed and _is_transposed(values, read)):
+        return False
+    value = node.meta["val"]
+    sizes = _sizes(node.graph, value.shape)
+    if sizes is None:
+        return False
+    with node.graph.inserting_before(node):
+        wide = [emit(node, _aten._to_copy.default, n, dtype=value.dtype) for n in (gradient, result)]
+        total = emit(node, _aten.sum.dim_IntList, emit(node, _aten.mul.Tensor, *wide), [2])
+        total = emit(node, _aten.view.default, total, sizes)
+    for new in (*wide, total, *total.all_input_nodes, *total.all_input_nodes[0].all_input_nodes):
+        new.meta = {**node.meta, **new.meta}
+    node.replace_all_uses_with(total)
+    return True
+
+
+def _sizes(graph: fx.Graph, shape: Sequence[Any]) -> list[Any] | None:
+    """Return sizes for a call: numbers, and the nodes that have the others; None if a size has no node."""
+    nodes = {expression(n.meta["val"]): n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
+    sizes = [n if isinstance(n, int) else nodes.get(expression(n)) for n in shape]
+    return None if None in sizes else sizes
+
+
+def _stored(node: Any) -> Any:
+    while isinstance(node, fx.Node) and is_view_node(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_transposed(one: Any, other: Any) -> bool:
+    """True if one factor is the other with its last two dimensions exchanged."""
+    a, b = one.meta["val"], other.meta["val"]
+    return tuple(a.shape) == (b.shape[0], b.shape[2], b.shape[1]) and (
+        a.stride() == (b.stride(0), b.stride(2), b.stride(1)) and a.storage_offset() == b.storage_offset()
+    )
+
+
+GENERAL_ATTENTION = Pass(
+    RULE,
+    make_nests,
+    does="Compute attention that PyTorch has no call for as one nest forward and a few backward.",
+    when="scores are computed element by element between two batched products; off until it is measured",
+    gains="the scores are never stored",
+    level=Level.JOINT,
+)

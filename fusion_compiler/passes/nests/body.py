@@ -1,0 +1,167 @@
+"""The nests of a region, and the graph that one of them computes.
+
+    forward    m, l, o              one nest: m and l are carried along the keys
+    backward   D                    row sums that gradients of scores read
+               dQ                   one nest along the keys
+               dK, dV               one nest along the queries
+               the gradient of a bias   one nest along the axes that the bias lacks
+
+Each graph computes the scores that it needs again, from the factors of their products and from row statistics
+of other nests. It is plain ATen, and as such its own reference.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
+
+from fusion_compiler.capture.graphs import fake_mode
+from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ops.schema import HALVES, is_cast
+from fusion_compiler.passes.nests.region import PRODUCTS, Exit, Region, count, is_pointwise
+
+_aten = torch.ops.aten
+# A tensor with so many times the elements of all that it is computed from is computed again where it is read:
+# a mask from positions or documents, keys that several heads share.
+WORTH_COMPUTING = 4
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A part of a region that one kernel computes.
+
+    exits: its reductions. nodes: all that it computes, in the order of the graph. inputs: what it reads.
+    results: the exits that are read outside.
+    """
+
+    exits: tuple[Exit, ...]
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+    def graph(self) -> fx.GraphModule:
+        """Return the nest as a graph of its own, from `inputs` to `results`: float32 instead of 16-bit floats
+        between the two, as a kernel computes."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in self.inputs:
+            copies[node] = _converted(copies[node], _wide(node))
+        for node in self.nodes:
+            copies[node] = _widened(graph, node, copies)
+        graph.output(tuple(_converted(copies[n], n.meta["val"].dtype) for n in self.results))
+        return fx.GraphModule({}, graph)
+
+
+def _wide(node: fx.Node) -> torch.dtype | None:
+    dtype = getattr(node.meta["val"], "dtype", None)
+    return torch.float32 if dtype in HALVES else dtype
+
+
+def _converted(node: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    """Return a node, or its conversion to another dtype."""
+    if dtype is None or node.meta["val"].dtype == dtype:
+        return node
+    return _emitted(node.graph, node, _aten._to_copy.default, (node,), {"dtype": dtype})
+
+
+def _widened(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Return a copy of a call with float32 in the place of 16-bit floats."""
+
+    def wide(value: Any) -> Any:
+        return torch.float32 if value in (torch.float16, torch.bfloat16) else value
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    args, kwargs = tree_map_only(torch.dtype, wide, (args, kwargs))
+    if is_cast(node.target) and args[0].meta["val"].dtype == wide(node.meta["val"].dtype):
+        return args[0]
+    return _emitted(graph, node, node.target, args, kwargs)
+
+
+def _emitted(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    call = graph.create_node("call_function", target, args, kwargs, like.name)
+    values = map_arg((args, kwargs), lambda n: n.meta["val"])
+    with fake_mode([like.meta["val"]]), torch.no_grad():
+        value = target(*values[0], **values[1])
+    call.meta = {**like.meta, "val": value}
+    return call
+
+
+def nests_of(region: Region, order: Mapping[fx.Node, int]) -> tuple[Nest, ...]:
+    """Return the nests of a region, those first whose results others read."""
+    exits, levels = {e.node: e for e in region.exits}, dict[fx.Node, int]()
+    last: dict[tuple[bool, frozenset[int]], int] = {}
+    for end in region.exits:
+        read = _slice(region, [end.node], region.statistics) & exits.keys() - {end.node}
+        same = [exits[n] for n in read if exits[n].backward == end.backward]
+        # The law of carried reductions lets forward nests read row statistics before they are final.
+        levels[end.node] = max(
+            (levels[e.node] + (end.backward or e.over != end.over) for e in same), default=0
+        )
+        if end.node not in region.statistics:
+            kind = end.backward, end.over
+            last[kind] = max(last.get(kind, 0), levels[end.node])
+    groups: dict[tuple[bool, int, frozenset[int]], list[Exit]] = {}
+    for end in region.exits:
+        is_result = end.node not in region.statistics  # it may wait for others that are summed over the same
+        level = last[end.backward, end.over] if is_result else levels[end.node]
+        groups.setdefault((end.backward, level, end.over), []).append(end)
+    nests = [_nest(region, tuple(groups[key]), order) for key in sorted(groups, key=lambda k: k[:2])]
+    outside = {n for nest in nests for n in nest.inputs}
+    return tuple(
+        replace(n, results=tuple(e.node for e in n.exits if e.node in outside | {*n.results})) for n in nests
+    )
+
+
+def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int]) -> Nest:
+    ends = [e.node for e in exits]
+    inside = _slice(region, ends, region.statistics - set(ends))
+    inside -= region.statistics - set(ends)
+    for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
+        inside |= _computed(node)
+    nodes = sorted(inside, key=order.__getitem__)
+    inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    results = tuple(n for n in ends if any(u not in inside for u in n.users))
+    return Nest(exits, tuple(nodes), tuple(inputs), results)
+
+
+def _slice(region: Region, ends: Sequence[fx.Node], stops: frozenset[fx.Node]) -> set[fx.Node]:
+    """Return `ends` and the values of a region that they are computed from, up to `stops`, stops included."""
+    within = region.scores | region.bridges | region.statistics
+    inside, pending = set[fx.Node](ends), [n for end in ends for n in end.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node in within and node not in inside:
+            inside.add(node)
+            pending += [] if node in stops else node.all_input_nodes
+    return inside
+
+
+def _computed(node: fx.Node) -> set[fx.Node]:
+    """Return a value that a nest reads, and all that it is computed from, if that is worth to be computed
+    again. If not, return the views through which it is read."""
+    views = set[fx.Node]()
+    while is_view_node(node) and isinstance(node.args[0], fx.Node) and node.target is not operator.getitem:
+        views.add(node)
+        node = node.args[0]
+    inside, leaves, pending = set[fx.Node](), set[fx.Node](), [node]
+    while pending:
+        current = pending.pop()
+        if current in inside or current in leaves:
+            continue
+        if is_pointwise(current) and current.target not in PRODUCTS:
+            inside.add(current)
+            pending += current.all_input_nodes
+        else:
+            leaves.add(current)
+    read = sum(count(leaf) for leaf in leaves)
+    largest = max(count(n) for n in (node, *views))
+    return views | (inside if node in inside and read * WORTH_COMPUTING <= largest else set())

@@ -1,0 +1,264 @@
+"""The scores of an attention in a graph, and everything that is computed from them element by element.
+
+    bmm(q, k^T) [b, i, j]          a product whose result is larger than both factors: scores
+     |- scale, cap, bias, mask     of the size of the scores: never stored
+     |- amax, sum over j           row statistics, which later scores of the region read again
+     |- bmm(p, v) over j           exits: what the rest of the graph reads
+     `- bmm(dS^T, q) over i, sum over b
+
+A region is the same in a forward graph, in a backward graph and in the joint graph of both: a value of the
+size of the scores never leaves it. Which axis of the scores an exit is summed over follows from the layouts
+of the values (`passes/rewrites/axes.py`), however products fold, permute or spread their dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments
+from fusion_compiler.ir.dims import Dim as Size
+from fusion_compiler.ir.dims import product
+from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ops.decompositions.tensors import hinted
+from fusion_compiler.ops.dims import reduced_dims
+from fusion_compiler.ops.products import factors_of
+from fusion_compiler.ops.table import Kind, spec_of
+from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, rearrangement, shape_of
+
+_aten = torch.ops.aten
+PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
+ENABLED = False  # whether the passes of this folder do anything: not before they are measured on a GPU
+MOST_WIDTH = 256  # of queries, keys and values: a tile holds all features of a row
+LEAST_GAIN = 2  # scores have at least so many times the elements of both factors
+FORWARD, BACKWARD = "is_forward", "is_backward"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A value that is computed from scores and is smaller: a sum or a maximum over some axes, or a product.
+
+    over: the axes of the scores that it is reduced over. product: True for a product. backward: True if
+    autograd computes it from the gradients of the graph's results.
+    """
+
+    node: fx.Node
+    over: frozenset[int]
+    product: bool
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """The scores of one or several products, connected by element-wise operators.
+
+    products: the products whose results are scores. scores: all values of that size, products among them.
+    exits: the reductions of scores, in the order of the graph. bridges: small values between a row statistic
+    and the scores that read it.
+    """
+
+    products: tuple[fx.Node, ...]
+    scores: frozenset[fx.Node]
+    exits: tuple[Exit, ...]
+    bridges: frozenset[fx.Node]
+
+    @property
+    def statistics(self) -> frozenset[fx.Node]:
+        """Return the exits that scores of the region read again, such as the largest score of a row."""
+        readers = self.scores | self.bridges
+        return frozenset(e.node for e in self.exits if not readers.isdisjoint(e.node.users))
+
+
+def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
+    """Return the regions of a graph; in the place of one that is none, its first product and the reason."""
+    products = [n for t in PRODUCTS for n in graph.find_nodes(op="call_function", target=t) if is_scores(n)]
+    order = {node: number for number, node in enumerate(graph.nodes)} if products else {}
+    pending, results = sorted(products, key=order.__getitem__), list[Region | tuple[fx.Node, str]]()
+    while pending:
+        first = pending[0]
+        inside, seeds = _connected(first, pending)
+        pending = [p for p in pending if p not in seeds]
+        try:
+            region = _region(sorted(seeds, key=order.__getitem__), inside, order)
+            if region is not None:
+                results.append(region)
+        except Refused as reason:
+            results.append((first, str(reason)))
+    return results
+
+
+def is_scores(node: fx.Node) -> bool:
+    """True if a batched product's result is much larger than both of its factors, which are narrow."""
+    factors = factors_of(node.target)
+    assert factors is not None
+    named = arguments(node)
+    left, right = named[factors.left], named[factors.right]
+    value: torch.Tensor = left.meta["val"]
+    narrow = hinted(value.shape[-1]) <= MOST_WIDTH and value.is_floating_point()
+    same = value.dtype == right.meta["val"].dtype
+    return narrow and same and count(node) >= LEAST_GAIN * (count(left) + count(right))
+
+
+def elements(node: fx.Node) -> Size:
+    """Return the number of elements of a node's value; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    return product(_size(s) for s in value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def count(node: fx.Node) -> int:
+    """Return the number of elements in the captured call; 0 for what is no tensor."""
+    value = node.meta.get("val")
+    return math.prod(map(hinted, value.shape)) if isinstance(value, torch.Tensor) else 0
+
+
+def _size(size: int | torch.SymInt) -> Size:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """True for an operator that a loop nest computes element by element, and for views and copies."""
+    if node.op != "call_function":
+        return False
+    spec = spec_of(node.target)
+    return is_view_node(node) or (
+        spec is not None and spec.kind in (Kind.ELEMENTWISE, Kind.RANDOM, Kind.LAYOUT)
+    )
+
+
+def is_reduction(node: fx.Node) -> bool:
+    spec = spec_of(node.target) if node.op == "call_function" else None
+    return spec is not None and spec.kind is Kind.REDUCTION
+
+
+def _connected(first: fx.Node, products: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Return the values of the size of the scores that are connected with a product, and the products among
+    them."""
+    every, size = set(products), elements(first)
+    inside, seeds, pending = set[fx.Node](), set[fx.Node](), [first]
+    while pending:
+        node = pending.pop()
+        if node in inside:
+            continue
+        inside.add(node)
+        if node in every:
+            seeds.add(node)
+        else:
+            pending += [n for n in node.all_input_nodes if elements(n) == size and _continues(n, every)]
+        pending += [n for n in node.users if elements(n) == size and is_pointwise(n)]
+    reached = _after(seeds, inside)
+    return reached, seeds
+
+
+def _continues(node: fx.Node, products: set[fx.Node]) -> bool:
+    return node in products or is_pointwise(node)
+
+
+def _after(seeds: set[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes of `inside` that are computed from one of the products."""
+    reached, pending = set[fx.Node](), [*seeds]
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += [n for n in node.users if n in inside]
+    return reached
+
+
+def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.Node, int]) -> Region | None:
+    """Return the region of some scores; None if no product reads them. Raises Refused."""
+    ends = sorted({u for n in scores for u in n.users if u not in scores}, key=order.__getitem__)
+    if not any(n.target in PRODUCTS for n in ends):
+        return None
+    for node in ends:
+        if not (is_reduction(node) or node.target in PRODUCTS):
+            read = next(n for n in node.all_input_nodes if n in scores)
+            raise Refused(f"{node.name} also reads {read.name}, which would have to be stored")
+    layouts = _Layouts(sorted(scores, key=order.__getitem__), set(products))
+    exits = tuple(
+        Exit(n, layouts.over(n), n.target in PRODUCTS, n.meta.get("partitioner_tag") == BACKWARD)
+        for n in ends
+    )
+    wide = [e.node for e in exits if e.product and hinted(e.node.meta["val"].shape[-1]) > MOST_WIDTH]
+    wide = [n for n in wide if hinted(n.meta["val"].shape[-2]) > MOST_WIDTH]
+    if wide:
+        raise Refused(f"{wide[0].name} has rows of more than {MOST_WIDTH} features")
+    statistics = [e.node for e in exits if not e.product]
+    bridges = _bridges(statistics, scores)
+    return Region(tuple(products), frozenset(scores), exits, frozenset(bridges))
+
+
+def _bridges(statistics: Iterable[fx.Node], scores: set[fx.Node]) -> set[fx.Node]:
+    """Return the small values on the way from row statistics to scores that read them."""
+    after, pending = set[fx.Node](), [u for n in statistics for u in n.users]
+    while pending:
+        node = pending.pop()
+        if node not in after and node not in scores and is_pointwise(node):
+            after.add(node)
+            pending += node.users
+    bridges, pending = set[fx.Node](), [n for s in scores for n in s.all_input_nodes if n in after]
+    while pending:
+        node = pending.pop()
+        if node not in bridges:
+            bridges.add(node)
+            pending += [n for n in node.all_input_nodes if n in after]
+    return bridges
+
+
+class _Layouts:
+    """The axes of all scores of a region. Axes that element-wise operators bring together are the same."""
+
+    def __init__(self, scores: Sequence[fx.Node], products: set[fx.Node]) -> None:
+        self.axes, self.same = Axes(), dict[int, int]()
+        self.of: dict[fx.Node, Layout] = {}
+        for node in scores:
+            self.of[node] = self._layout(node, node in products)
+
+    def _layout(self, node: fx.Node, is_product: bool) -> Layout:
+        if is_product:
+            return tuple(self.axes.new(size) for size in shape_of(node))
+        sources = [n for n in node.all_input_nodes if n in self.of]
+        first, *others = sources
+        if rearrangement(node) is not None and not others:
+            moved = self.axes.through(node, self.of[first])
+            assert moved is not None
+            return moved
+        for source in sources:
+            if [s for s in shape_of(source) if s != 1] != [s for s in shape_of(node) if s != 1]:
+                raise Refused(f"{node.name} has scores in another shape")
+        one, *rest = ([d for d in self.of[s] if self.axes.now(d)] for s in sources)
+        for dims in rest:
+            self._join(one, dims)
+        live = iter(one)
+        return tuple(() if size == 1 else next(live) for size in shape_of(node))
+
+    def _join(self, one: Sequence[Dim], other: Sequence[Dim]) -> None:
+        for a, b in zip(one, other, strict=True):
+            a, b = self.axes.now(a), self.axes.now(b)
+            if len(a) == len(b):
+                for x, y in zip(a, b, strict=True):
+                    self.same[self.find(x)] = self.find(y)
+
+    def find(self, axis: int) -> int:
+        while axis in self.same and self.same[axis] != axis:
+            axis = self.same[axis]
+        return axis
+
+    def over(self, node: fx.Node) -> frozenset[int]:
+        """Return the axes that an exit is reduced over. Raises Refused if it multiplies scores by scores."""
+        sources = [n for n in node.all_input_nodes if n in self.of]
+        named = arguments(node)
+        layout = self.of[sources[0]]
+        factors = factors_of(node.target)
+        if factors is None:
+            dims = reduced_dims(named, len(layout))
+        else:
+            sides = [i for i, n in enumerate((factors.left, factors.right)) if named[n] in self.of]
+            if len(sides) != 1 or len(sources) != 1:
+                raise Refused(f"{node.name} multiplies scores by scores")
+            dims = (len(layout) - 1 - sides[0],)
+        return frozenset(self.find(a) for d in dims for a in self.axes.now(layout[d]))

@@ -1,0 +1,224 @@
+"""Attention that PyTorch has no call for: found in the graph, one nest forward and a few backward, equal in
+values and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusion_compiler as fc
+from benchmarks.chains import variants
+from benchmarks.chains.variants import VARIANTS, Shape, Variant
+from fusion_compiler.ir.dag import OpDag
+from fusion_compiler.ir.loops import Load, Reduce
+from fusion_compiler.passes.lower.chains import lower_chain
+from fusion_compiler.passes.nests import region
+from fusion_compiler.passes.nests.attention import RULE
+from tests.exactness import not_as_close
+from tests.nest_values import stored
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+SMALL = Shape(2, 3, 37, 8, 8)
+Run = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def general(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "ENABLED", True)
+    monkeypatch.setattr(variants, "WINDOW", 9)
+
+
+def shape_of(variant: Variant, **sizes: Any) -> Shape:
+    """Return a small shape with other widths of keys and values, or fewer heads of keys, where a variant has
+    them."""
+    asked = dict(variant.sizes)
+    smaller = {"width": 8, "values": 6} if "width" in asked else {}
+    shared = {"key_heads": 1} if "key_heads" in asked else {}
+    return replace(SMALL, **smaller, **shared, **sizes)
+
+
+def inputs_of(variant: Variant, shape: Shape) -> list[Tensor]:
+    return [*shape.inputs(), *variant.more(shape)]
+
+
+def run(code: Run, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the result and the gradients of all trained inputs."""
+    copies = [
+        x.detach().to(dtype or x.dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in inputs
+    ]
+    result = code(*copies)
+    trained = [x for x in copies if x.requires_grad]
+    torch.manual_seed(5)
+    weights = torch.randn(result.shape, dtype=torch.float64).to(result.dtype)
+    return [result, *torch.autograd.grad((result * weights).sum(), trained)]
+
+
+def run_all(compiled: Run, code: Run, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """Return the results and gradients of a compiled function, of eager and of eager in float64."""
+    return run(compiled, inputs), run(code, inputs), run(code, inputs, torch.float64)
+
+
+def general_of(code: Run, **options: Any) -> Any:
+    """Compile without the pass that calls PyTorch's attention, which takes some of the variants on a CPU."""
+    return fc.compile(code, backend="eager", disable=("fused attention",), **options)
+
+
+def bodies_of(compiled: Any) -> dict[str, OpDag]:
+    """Return the graphs of the nests of a compiled function, by the plans' names."""
+    return {p.name: p.dag for p in compiled.plan if ".nest_" in p.name}
+
+
+def notes_of(compiled: Any) -> list[str]:
+    notes = {d.subject: d for p in compiled.plan for d in p.decisions if d.rule == RULE}
+    return [f"{d.outcome}: {d.reason}" for d in notes.values()]
+
+
+# -- values and gradients -----------------------------------------------------------------------------
+
+MORE: dict[torch.dtype, dict[str, int]] = {  # nests of the gradient of a bias, and of row sums
+    torch.float32: {
+        "bucketed bias with gradient (T5)": 4,
+        "pair bias, gate (Evoformer)": 4,
+        "sigmoid, causal": 2,
+    },
+    torch.bfloat16: {
+        "bucketed bias with gradient (T5)": 3,
+        "pair bias, gate (Evoformer)": 3,
+        "sinks, causal (gpt-oss)": 3,
+        "differential, causal": 3,
+    },
+}
+LEAST = {torch.float32: 3, torch.bfloat16: 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in BY_NAME if "dropout" not in name])
+@pytest.mark.sample(8)
+def test_attention_and_its_nests_are_as_close_to_float64_as_eager(name: str, dtype: torch.dtype) -> None:
+    variant = BY_NAME[name]
+    inputs = inputs_of(variant, shape_of(variant, dtype=dtype))
+    compiled = general_of(variant.code)
+    ours, eager, truth = run_all(compiled, variant.code, inputs)
+    backward = MORE[dtype].get(name, LEAST[dtype])
+    assert notes_of(compiled)[0].startswith(f"done: 1 nest forward and {backward} backward")
+    bodies = bodies_of(compiled)
+    assert len(bodies) == 1 + backward
+    wrong = [not_as_close(*each) for each in zip(ours, eager, truth, strict=True)]
+    assert not any(wrong), wrong
+    for dag in bodies.values():
+        check_nest(dag)
+
+
+def check_nest(dag: OpDag) -> None:
+    """Assert that the loop nest of a graph computes what the graph does."""
+    loops, arguments = lower_chain(dag), arguments_of(dag)
+    expected = dag.module(*arguments.values())
+    like = dict(zip(dag.outputs, expected, strict=True))
+    for result, value in zip(stored(loops, arguments, like).values(), expected, strict=True):
+        near = 1e-4 if value.dtype is torch.float32 else torch.finfo(value.dtype).eps
+        torch.testing.assert_close(result, value, rtol=near, atol=near * value.abs().max().item())
+
+
+def test_dropped_probabilities_are_the_same_in_all_nests() -> None:
+    variant = BY_NAME["soft cap, dropout"]
+    inputs, results = inputs_of(variant, SMALL), list[list[Tensor]]()
+    for off in ((), (RULE,)):
+        torch._dynamo.reset()
+        compiled = fc.compile(variant.code, backend="eager", disable=("fused attention", *off))
+        torch.manual_seed(3)
+        results.append(run(compiled, inputs))
+        assert len(bodies_of(compiled)) == (0 if off else 4)
+    for ours, apart in zip(*results, strict=True):
+        torch.testing.assert_close(ours, apart)
+
+
+# -- nests --------------------------------------------------------------------------------------------
+
+
+def arguments_of(dag: OpDag) -> dict[str, Tensor]:
+    """Return random values of a graph's inputs; positive, as some of them are sums of exponentials."""
+    arguments = {}
+    for name in dag.inputs:
+        meta = dag.op(name).outputs[0]
+        sizes = torch.empty_strided(meta.shape, meta.stride)  # type: ignore[arg-type]
+        if meta.dtype.is_floating_point:
+            arguments[name] = sizes.uniform_(0.5, 1.5).to(meta.dtype)
+        else:
+            arguments[name] = sizes.uniform_(0, 2).to(meta.dtype)
+    return arguments
+
+
+@pytest.mark.parametrize("name", ["soft cap, causal", "soft cap, window (Gemma 2)", "soft cap, documents"])
+def test_masks_of_positions_are_conditions_and_nothing_as_large_as_scores_is_read(name: str) -> None:
+    variant = BY_NAME[name]
+    compiled = general_of(variant.code)
+    run(compiled, inputs_of(variant, shape_of(variant)))
+    for plan_name, dag in bodies_of(compiled).items():
+        loops = lower_chain(dag)
+        read = {n.buffer for n in loops.nodes if isinstance(n, Load)}
+        sizes = [math.prod(dag.op(n).outputs[0].shape) for n in (*read, *dag.outputs)]  # type: ignore[arg-type]
+        assert max(sizes) <= SMALL.batch * SMALL.heads * SMALL.length * SMALL.width, plan_name
+        along = [n.axes for n in loops.nodes if isinstance(n, Reduce)]
+        looped = {k for axes in along for k in axes if loops.axes[k].size == SMALL.length}
+        assert len(looped) == 1, f"{plan_name} goes through the scores more than once"
+
+
+# -- edges --------------------------------------------------------------------------------------------
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    """Hide all keys from some rows, with -inf: NaN in eager."""
+    scores = 5 * torch.tanh(q @ k.mT / 5)
+    return scores.masked_fill(~shown[:, None], -math.inf).softmax(-1) @ v
+
+
+def test_rows_that_a_mask_hides_are_those_of_eager() -> None:
+    inputs = [*SMALL.inputs(), torch.rand(2, 37, 37) < 0.5]
+    inputs[3][1, 5] = False
+    compiled = general_of(hidden)
+    ours, eager, truth = run_all(compiled, hidden, inputs)
+    assert ours[0][1, :, 5].isnan().all() and notes_of(compiled)[0].startswith("done")
+    assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
+
+
+def with_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    weights = (5 * torch.tanh(q @ k.mT / 5)).softmax(-1)
+    return weights @ v, weights.clone()
+
+
+def test_scores_that_others_read_are_left_alone() -> None:
+    inputs = SMALL.inputs()
+    compiled = general_of(with_weights)
+    for ours, eager in zip(compiled(*inputs), with_weights(*inputs), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert (
+        notes_of(compiled)[0].startswith("refused: ") and "would have to be stored" in notes_of(compiled)[0]
+    )
+
+
+def test_lengths_may_differ_from_call_to_call() -> None:
+    variant = BY_NAME["soft cap, causal"]
+    compiled = general_of(variant.code, dynamic=True)
+    for length in (37, 45, 64):
+        inputs = replace(SMALL, length=length).inputs()
+        ours, eager, truth = run_all(compiled, variant.code, inputs)
+        assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
+    assert len(bodies_of(compiled)) == 4
+
+
+def test_the_pass_is_off_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = BY_NAME["soft cap, causal"]
+    left_out = fc.compile(variant.code, backend="eager", disable=(RULE,))
+    run(left_out, SMALL.inputs())
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    by_default = general_of(variant.code)
+    run(by_default, SMALL.inputs())
+    assert not bodies_of(left_out) and not bodies_of(by_default) and not notes_of(by_default)
