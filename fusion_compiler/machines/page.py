@@ -25,7 +25,7 @@ def page(plan: PipelinePlan) -> str:
     title = f"{plan.model} on {len(plan.machines)} machines"
     about = (
         f"{plan.schedule}, {plan.microbatches} microbatches: {timed(plan.step_us)} a step predicted, "
-        f"bubble {plan.bubble:.0%}. Forward passes are blue, backward passes orange; numbers are microbatches."
+        f"bubble {plan.bubble:.0%}. Blue: forward, orange: backward; numbers are microbatches."
     )
     stages = (
         (f"{s.number}", s.machine, timed(s.forward_us), timed(s.backward_us), human_bytes(s.parameter_bytes),
