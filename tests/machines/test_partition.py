@@ -352,7 +352,7 @@ def test_a_plan_of_another_graph_is_refused() -> None:
 
 def test_another_process_makes_the_same_stages() -> None:
     model, x = Language(), torch.randint(0, 50, (3, 7))
-    machines = [fc.Machine("a", "cpu"), fc.Machine("b", "cpu"), fc.Machine("c", "cpu", speed=2.0)]
+    machines = [*THREE[:2], replace(THREE[2], speed=2.0)]
     plan = fc.partition(model, (x,), machines=machines, links=LINK)
     assert plan.repeated
     fast = fc.Link(1e15, 0.0)  # with which nothing would be computed again
