@@ -24,6 +24,7 @@ BENCHMARKS = {
     "sweep": "kernels.sweep",
     "depthwise": "kernels.depthwise",
     "descriptors": "kernels.descriptors",
+    "products": "kernels.products",
     "schedules": "kernels.schedules",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "row-ranges": "decoding.row_ranges",
     "optimizer": "optimizer.measure",
     "compile-time": "compile_time.measure",
+    "machines": "machines.cuts",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }

@@ -12,6 +12,13 @@ import warnings
 from collections.abc import Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
+GENERATED = "torch.fx graph"  # stands for the file of code that torch.fx printed, which no file holds
+
+
+def is_generated(file: str) -> bool:
+    """True if a file is the name that torch.fx gives to the code of a graph."""
+    return file.startswith("<eval_with_key>")
+
 
 @runtime_checkable
 class Located(Protocol):
@@ -70,6 +77,13 @@ class NotCallableError(FusionError, TypeError):
     next_step = "pass the model itself, not its output, class or state_dict"
 
 
+class ExportedProgramError(NotCallableError):
+    """compile() got an exported program, which cannot be called itself."""
+
+    template = "compile() takes an nn.Module or a function, not an ExportedProgram"
+    next_step = "compile its module: compile(program.module())"
+
+
 class TorchScriptError(FusionError, TypeError):
     """The model is scripted or traced code. Fields: model (a type's name)."""
 
@@ -82,6 +96,27 @@ class ArgumentMismatchError(FusionError, TypeError):
 
     template = "the example arguments do not fit {model}: {detail}"
     next_step = "pass the arguments with which the model itself would be called"
+
+
+class NotExportableError(FusionError, RuntimeError):
+    """torch.export cannot take a model as one graph. Fields: model, detail."""
+
+    template = "{model} cannot be exported as one graph, which is what is cut: {detail}"
+    next_step = "change what torch.export refuses, or cut the model by hand, with PipelineStage of PyTorch"
+
+
+class MachinesError(FusionError, ValueError):
+    """Machines, links or cuts do not fit each other or the model. Fields: detail, todo."""
+
+    template = "{detail}"
+    next_step = "{todo}"
+
+
+class OtherGraphError(FusionError, ValueError):
+    """A plan is used for a graph that it was not made from. Fields: node."""
+
+    template = "the plan cuts another graph: {node} differs or is missing"
+    next_step = "export the same model with arguments of the same shapes, or call fc.partition anew"
 
 
 class UnknownOptionError(FusionError, TypeError):
@@ -204,6 +239,13 @@ class EagerMethodError(FusionError, RuntimeError):
     )
 
 
+class OmittedFieldError(FusionError, ValueError):
+    """A module's result does not have the fields that are to be left out. Fields: omit, reason."""
+
+    template = "omit={omit!r} leaves nothing out: {reason}"
+    next_step = "name fields of a result that has a loss: return_dict=True, or a dict or dataclass"
+
+
 class MissingTritonError(FusionError, ImportError):
     """Triton cannot be imported. Fields: detail."""
 
@@ -244,6 +286,34 @@ class LostRecordError(FusionError, RuntimeError):
     next_step = (
         "leave out torch.autograd.graph.save_on_cpu or saved_tensors_hooks around the model, or its dropout="
     )
+
+
+class StageLostError(FusionError, RuntimeError):
+    """A process of a pipeline has ended or hangs. Fields: stage (its name), reason."""
+
+    template = "the pipeline has lost {stage}: {reason}"
+    next_step = "start all processes again; runner.resume(folder) goes on from the last checkpoint"
+
+
+class StageMissingError(FusionError, RuntimeError):
+    """A process of a pipeline does not come to the start. Fields: rank, seconds."""
+
+    template = "process {rank} of the pipeline has not come within {seconds} s"
+    next_step = "look at that process's own error, or give the pipeline a longer start_s="
+
+
+class StagesDisagreeError(FusionError, ValueError):
+    """Two processes would run different pipelines. Fields: what, first, second (ranks), one, two (values)."""
+
+    template = "processes {first} and {second} disagree about {what}: {one} and {two}"
+    next_step = "run the same script, with the same versions and the same plan, in every process"
+
+
+class PipelineArgumentError(FusionError, ValueError):
+    """The arguments of a pipeline do not fit its plan or its processes. Fields: detail."""
+
+    template = "the pipeline cannot run: {detail}"
+    next_step = "examples/machines.py is a script that runs"
 
 
 class KernelError(FusionError, RuntimeError):
@@ -399,11 +469,11 @@ _MACHINERY = frozenset({"fusion_compiler", "torch", "contextlib", "functools", "
 
 
 def user_frame() -> tuple[str, int]:
-    """Return (file, line) of the innermost frame outside the compiler and PyTorch."""
+    """Return (file, line) of the innermost frame outside the compiler, PyTorch and the code of fx graphs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _MACHINERY:
+        if name.partition(".")[0] not in _MACHINERY and not is_generated(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
@@ -428,7 +498,7 @@ class WarnOnce:
         token = object()
         if self._seen.setdefault(key, token) is not token:  # one atomic step: kernels compile in threads
             return False
-        if isinstance(where, Located):
+        if isinstance(where, Located) and where.file != GENERATED:
             file, line = where.file, where.line
         else:
             file, line = user_frame()

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.__main__ import BENCHMARKS, module_of, parse
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness.record import ROOT
-from benchmarks.kernels import depthwise
+from benchmarks.kernels import depthwise, products
 from benchmarks.kernels.case import PHASES, Case
 from benchmarks.kernels.measure import leaves, run
 from benchmarks.kernels.sizes import ALL_CASES, sweep
@@ -28,6 +28,7 @@ CALLS = {
     "sweep": (("--filter", "^softmax, 256 wide, forward$", "--only", "eager"), "softmax, 256 wide"),
     "depthwise": (("--filter", "PoolFormer, small, inference", "--only", "eager"), "pooling, forward"),
     "descriptors": (("--filter", "PoolFormer, small, inference"), "addcmul_relu_avg_pool2d"),
+    "products": (("--filter", "^(4096|down).*(4096|ViT)", "--only", "library|fused"), "share of cuBLAS"),
     "schedules": (("--filter", "chunked SwiGLU", "--limit", "1", "--budget", "0"), "first choice"),
     "overhead": (("--filter", "nothing", "--only", "eager"), "computes nothing, step"),
     "channel-order": (("--filter", "^odd bf16 64x33x"), "1 of 1"),
@@ -101,6 +102,15 @@ def test_every_case_runs_at_its_real_sizes(cases: tuple[Case, ...]) -> None:
                 gradients = [torch.empty_like(o) for o in outputs]
                 run(case.fn, inputs, case.differentiate, gradients)
                 assert case.backward_bytes(inputs, outputs) > 0, case.name
+
+
+def test_every_product_runs_at_its_real_size() -> None:
+    cases = (*products.ALONE, *products.FUSED)
+    assert len(products.FUSED) == 24 and len({case.name for case in cases}) == len(cases)
+    with FakeTensorMode():
+        for case in cases:
+            results = products.results_of(case.fn(*case.inputs("cpu", quick=False)))
+            assert {result.shape[0] for result in results} & {case.shapes[0][0]}
 
 
 @pytest.mark.parametrize("workload", (*UNTUNED, *DECODERS, *STEPS), ids=lambda w: w.name)

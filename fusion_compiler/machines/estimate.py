@@ -1,0 +1,202 @@
+"""Estimate what each operator takes on a machine, forward and backward: by the cost model's roofline from its
+arithmetic and bytes, or by running it.
+
+FusionLLM (arXiv 2410.12707) takes flops / (lambda * peak) with a measured lambda; here a CPU's rates are
+measured, and a GPU's are those of its row in `ir/device.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.machines.workload import Workload, is_view
+from fusion_compiler.ops.table import Kind
+from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
+
+Times = tuple[tuple[float, ...], tuple[float, ...]]  # forward and backward microseconds of each operator
+GATHERS = ("embedding", "index_select", "gather", "index")
+REPETITIONS = 5
+ATTENTION_PRODUCTS = 2.5  # of the backward pass, for each one of the forward pass
+
+
+def estimate(work: Workload, device: DeviceSpec) -> Times:
+    """Return the roofline's microseconds of each operator, in order."""
+    forward, backward = [], []
+    for name in work.order:
+        op = work.dag.op(name)
+        us = forward_us(work, op, device)
+        forward.append(us)
+        backward.append(backward_us(work, op, us, device) if name in work.differentiable else 0.0)
+    return tuple(forward), tuple(backward)
+
+
+def forward_us(work: Workload, op: Op, device: DeviceSpec) -> float:
+    if is_view(op.target) or not op.outputs:
+        return 0.0
+    if op.kind is Kind.CONTRACTION:
+        return contraction_cost(op, device).us
+    written = work.nbytes(op.name)
+    read = max(0, op.bytes - written)
+    if opname(op.target) in GATHERS:
+        read = min(read, written)  # of a table, the rows that are taken
+    return element_us(read, written, op.flops, device)
+
+
+def backward_us(work: Workload, op: Op, us: float, device: DeviceSpec) -> float:
+    """Return the time of an operator's gradients: a product for each operand that has one; else a pass that
+    reads the gradient and what was saved and writes the operands' gradients."""
+    if is_view(op.target):
+        return 0.0
+    operands = [name for name in op.inputs if name in work.differentiable]
+    if op.kind is Kind.CONTRACTION:
+        if "attention" in opname(op.target):
+            return ATTENTION_PRODUCTS * us
+        matrices = [n for n in operands if any(len(m.shape) > 1 for m in work.dag.op(n).outputs)]
+        return us * len(matrices)
+    gradients = sum(map(work.nbytes, operands))
+    read = work.nbytes(op.name)
+    if opname(op.target) not in ("add", "sub", *GATHERS):
+        read += gradients
+    return element_us(read, gradients, 2 * op.flops, device)
+
+
+def element_us(read: int, written: int, flops: int, device: DeviceSpec) -> float:
+    return eager_cost(
+        bytes_read=read, bytes_near=0, bytes_written=written, flops=flops, reduces=False, device=device
+    ).us
+
+
+def opname(target: object) -> str:
+    return getattr(target, "_opname", "")
+
+
+def spec_of(device: DeviceSpec | str) -> DeviceSpec:
+    """Return a machine's row of hardware numbers; that of "cpu" is measured on this machine."""
+    if isinstance(device, DeviceSpec):
+        return device
+    return this_cpu(torch.get_num_threads()) if device == "cpu" else device_spec(device)
+
+
+@functools.cache
+def this_cpu(threads: int) -> DeviceSpec:
+    """Measure this process's CPU with so many threads, in about a tenth of a second: the flops of a product
+    in float32, the bandwidth of a copy, and the time of the smallest operator."""
+    with torch.no_grad():
+        a, big, small = torch.randn(512, 512), torch.randn(1 << 23), torch.randn(16)
+        into = torch.empty_like(big)
+        flops = 2 * 512**3 / median_us(lambda: a @ a) * 1e6
+        copied = 2 * big.nbytes / median_us(lambda: into.copy_(big)) * 1e6
+        call = median_us(lambda: small + small)
+    return DeviceSpec(
+        name=f"cpu of {threads} threads",
+        patterns=(),
+        target="cpu_0",
+        sms=1,
+        clock=flops / 2 / GEMM_SHARE,
+        fp32_lanes=1,
+        fp64_lanes=1,
+        copy_bandwidth=copied / EAGER_SHARE,
+        l2_bytes=0,
+        l2_bandwidth=copied,
+        tensor_flops=flops / GEMM_SHARE,
+        launch_us=call,
+        floor_us=call,
+        dram_latency_us=0.0,
+    )
+
+
+def median_us(call: Callable[[], object]) -> float:
+    """Return the median time of a call, after one that does not count."""
+    return timed_passes(call, training=False)[0]
+
+
+def timed_passes(call: Callable[[], Any], training: bool) -> tuple[float, float, list[Tensor]]:
+    """Return the median time of a call and of the backward pass from its results, in microseconds, and the
+    tensors among these. The first repetition does not count."""
+    forward: list[float] = []
+    backward: list[float] = []
+    results: list[Tensor] = []
+    for _ in range(REPETITIONS + 1):
+        start = now()
+        with torch.set_grad_enabled(training):
+            values = call()
+        forward.append(now() - start)
+        results = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+        roots = [t for t in results if t.requires_grad]
+        gradients = [torch.randn_like(t) for t in roots]
+        start = now()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        backward.append(now() - start if roots else 0.0)
+    return statistics.median(forward[1:]), statistics.median(backward[1:]), results
+
+
+def now() -> float:
+    """Return microseconds, after all that a GPU has been given to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e6 * time.perf_counter()
+
+
+def measure(work: Workload, device: torch.device) -> Times:
+    """Return the time of each operator on this machine, forward and backward: operators of equal arguments
+    run once, on random numbers (indices are zero)."""
+    times: dict[Hashable, tuple[float, float]] = {}
+    for name in work.order:
+        node = work.dag.nodes[name]
+        if (key := signature(work, node)) not in times:
+            times[key] = measure_node(work, node, device)
+    pairs = [times[signature(work, work.dag.nodes[name])] for name in work.order]
+    return tuple(f for f, _ in pairs), tuple(b for _, b in pairs)
+
+
+def signature(work: Workload, node: fx.Node) -> Hashable:
+    """Return what an operator's time depends on: its target, numbers, shapes, strides, dtypes, gradients."""
+
+    def plain(arg: object) -> Hashable:
+        if not isinstance(arg, fx.Node):
+            return repr(arg)
+        metas = [(t.shape, t.stride(), t.dtype) for t in pytree.tree_leaves(value_of(work, arg))]
+        return repr(metas), arg.name in work.differentiable
+
+    return str(node.target), tuple(map(plain, pytree.tree_leaves((node.args, node.kwargs))))
+
+
+def value_of(work: Workload, node: fx.Node) -> Any:
+    return work.tensor(node.name) if node.op == "get_attr" else node.meta.get("val")
+
+
+def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[float, float]:
+    if is_view(node.target):
+        return 0.0, 0.0
+
+    def example(arg: object) -> Any:
+        if not isinstance(arg, fx.Node):
+            return arg
+        wanted = arg.name in work.differentiable
+        return pytree.tree_map_only(Tensor, lambda t: random_like(t, device, wanted), value_of(work, arg))
+
+    args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
+    target: Any = node.target
+    return timed_passes(lambda: target(*args, **kwargs), node.name in work.differentiable)[:2]
+
+
+def random_like(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point:
+            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device).normal_()
+        else:
+            fill = tensor.dtype is torch.bool
+            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device).fill_(fill)
+    return made.requires_grad_(gradient and tensor.dtype.is_floating_point)

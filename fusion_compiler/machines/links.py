@@ -1,0 +1,250 @@
+"""Send and receive over links: threads that carry messages, their throttle, and one buffer per message.
+
+A message of an edge is one buffer of bytes whose layout both sides know from the plan. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusion_compiler.machines.compression import Codec, Part, coder
+from fusion_compiler.machines.plan import Edge, Link
+
+POLL_S = 0.2  # how often a waiting process looks whether a stage was lost
+
+
+class LinkFailure(Exception):
+    """A message could not be sent or received: the process at the other end may be lost."""
+
+
+class Ticket:
+    """A message on its way: `wait` returns when it was sent or received, as that of torch.distributed.Work.
+
+    It calls `check` while it waits, which raises if a stage was lost.
+    """
+
+    def __init__(self, result: Future[None], check: Callable[[], None]) -> None:
+        self.result, self.check = result, check
+
+    def wait(self) -> None:
+        while True:
+            try:
+                return self.result.result(POLL_S)
+            except TimeoutError:
+                self.check()
+            except RuntimeError as error:
+                raise LinkFailure(str(error)) from error
+
+
+class Lane:
+    """A thread that makes calls one after the other: the messages of one process to or from another.
+
+    With a `link`, a call that sends n bytes begins when they would have crossed that link. Calls queue up as
+    messages do on a link; its latency delays each, and they overlap in it.
+    """
+
+    def __init__(self, check: Callable[[], None], link: Link | None = None) -> None:
+        self.check, self.link = check, link
+        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], int, Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any], nbytes: int) -> Ticket:
+        result: Future[None] = Future()
+        self.calls.put((call, nbytes, result))
+        return Ticket(result, self.check)
+
+    def close(self) -> None:
+        self.calls.put(None)
+
+    def _run(self) -> None:
+        free_at = 0.0
+        while (entry := self.calls.get()) is not None:
+            call, nbytes, result = entry
+            if self.link is not None:
+                free_at = max(free_at, time.perf_counter()) + nbytes / self.link.bytes_per_s
+                time.sleep(max(0.0, free_at + 1e-6 * self.link.latency_us - time.perf_counter()))
+            try:
+                call()
+            except Exception as error:
+                result.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
+            else:
+                result.set_result(None)
+
+
+class Lanes:
+    """The lanes of a process: one to and one from each of its peers, and one for collectives.
+
+    On a CPU every message goes through a lane, so that a lost stage never blocks the main thread. On a GPU
+    the messages are PyTorch's own asynchronous operations.
+
+    throttle: a link that this process imitates when it sends, on a CPU.
+    """
+
+    def __init__(self, device: torch.device, check: Callable[[], None], throttle: Link | None = None) -> None:
+        self.device, self.check, self.throttle = device, check, throttle
+        self.lanes: dict[tuple[str, int], Lane] = {}
+        self.sent: list[Ticket] = []
+
+    def lane(self, direction: str, rank: int) -> Lane:
+        link = self.throttle if direction == "to" else None
+        if (direction, rank) not in self.lanes:
+            self.lanes[direction, rank] = Lane(self.check, link)
+        return self.lanes[direction, rank]
+
+    def send(self, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
+        """Return the operation that sends a tensor, for a schedule to start and to wait for."""
+        return self._operation(dist.isend, dist.send, "to", tensor, rank, group)
+
+    def receive(self, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
+        return self._operation(dist.irecv, dist.recv, "from", tensor, rank, group)
+
+    def finish(self) -> None:
+        """Wait until all messages were sent."""
+        for ticket in self.sent:
+            ticket.wait()
+        self.sent.clear()
+
+    def collective(self, call: Callable[[], Any]) -> None:
+        """Make a call in which other processes take part."""
+        if self.device.type != "cpu":
+            call()
+        else:
+            self.lane("all", -1).submit(call, 0).wait()
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+
+    def _operation(
+        self, starts: Any, blocks: Any, direction: str, tensor: Tensor, rank: int, group: Any
+    ) -> dist.P2POp:
+        operation = dist.P2POp(starts, tensor, rank, group)
+        if self.device.type == "cpu":
+            operation.op = partial(
+                self._start, direction, rank, partial(blocks, tensor, rank, group), tensor.nbytes
+            )
+        return operation
+
+    def _start(
+        self, direction: str, rank: int, call: Callable[[], Any], nbytes: int, *_: Any, **__: Any
+    ) -> Any:
+        ticket = self.lane(direction, rank).submit(call, nbytes)
+        if direction == "from":
+            return ticket
+        self.sent.append(ticket)  # schedules would wait for it before the next microbatch
+        return None
+
+
+class Packet:
+    """The layout of groups of tensors in one buffer of bytes; each tensor begins at a multiple of 16."""
+
+    def __init__(self, groups: Sequence[Sequence[Part]], device: torch.device) -> None:
+        self.groups, self.device = groups, device
+        self.nbytes = sum(padded(part) for group in groups for part in group)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def views(self, buffer: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the tensors that lie in a buffer."""
+        parts = iter(buffer.split([padded(part) for group in self.groups for part in group]))
+
+        def view(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+            size = torch.Size(shape).numel() * dtype.itemsize
+            return next(parts)[:size].view(dtype).view(shape)
+
+        return [tuple(view(*part) for part in group) for group in self.groups]
+
+    def pack(self, groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        buffer = self.empty()
+        for views, tensors in zip(self.views(buffer), groups, strict=True):
+            for view, tensor in zip(views, tensors, strict=True):
+                view.copy_(tensor)
+        return buffer
+
+
+def padded(part: Part) -> int:
+    dtype, shape = part
+    return -(-torch.Size(shape).numel() * dtype.itemsize // 16) * 16
+
+
+class Wire:
+    """Make the messages of an edge from tensors, and tensors from messages, in both directions.
+
+    codec: how tensors with a gradient are compressed, None for not at all. The masks of a microbatch's
+        forward message are kept on both sides until its gradient has passed.
+    feedback: add what a gradient lost in its message to the gradient of the next microbatch.
+    """
+
+    def __init__(
+        self, edge: Edge, codec: Codec | None, device: torch.device, options: dict[str, Any], feedback: bool
+    ) -> None:
+        self.edge, self.feedback = edge, feedback and codec is not None
+        back = codec and Codec(codec.keep, max(8, codec.bits))
+        self.coders, self.back_coders = (
+            [coder(c if t.differentiable else None, t.shape, t.dtype, options) for t in edge.tensors]
+            for c in (codec, back)
+        )
+        self.forward = Packet([c.parts + c.mask for c in self.coders], device)
+        pairs = zip(self.back_coders, edge.tensors, strict=True)
+        self.backward = Packet([c.parts if t.differentiable else [] for c, t in pairs], device)
+        self.masks: dict[int, list[tuple[Tensor, ...]]] = {}
+        self.lost: dict[int, Tensor] = {}
+
+    def warm_up(self, outgoing: bool) -> None:
+        """Compile the encoders and decoders of the edge's source (outgoing), or those of its target."""
+        tensors = [torch.zeros(t.shape, dtype=t.dtype, device=self.forward.device) for t in self.edge.tensors]
+        if outgoing:
+            self.pack_forward(0, tensors)
+            self.unpack_backward(0, self.backward.empty().zero_())
+        else:
+            self.unpack_forward(0, self.forward.empty().zero_())
+            self.pack_backward(0, tensors)
+        self.lost.clear()
+
+    def pack_forward(self, microbatch: int, tensors: Sequence[Tensor]) -> Tensor:
+        pairs = [(c, x.detach()) for c, x in zip(self.coders, tensors, strict=True)]
+        masks = self.masks[microbatch] = [(c.select(x),) if c.mask else () for c, x in pairs]
+        return self.forward.pack([(*c.encode(x, *m), *m) for (c, x), m in zip(pairs, masks, strict=True)])
+
+    def unpack_forward(self, microbatch: int, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors; those with a gradient are new leaves."""
+        pairs = list(zip(self.coders, self.forward.views(buffer), strict=True))
+        masks = self.masks[microbatch] = [parts[len(c.parts) :] for c, parts in pairs]
+        decoded = [c.decode(parts[: len(c.parts)], *m) for (c, parts), m in zip(pairs, masks, strict=True)]
+        return tuple(
+            x.detach().requires_grad_(t.differentiable)
+            for x, t in zip(decoded, self.edge.tensors, strict=True)
+        )
+
+    def pack_backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> Tensor:
+        sent: list[tuple[Tensor, ...]] = []
+        masks = self.masks.pop(microbatch)
+        for i, (tensor, gradient) in enumerate(zip(self.edge.tensors, gradients, strict=True)):
+            if not tensor.differentiable:
+                sent.append(())
+                continue
+            if gradient is None:
+                gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.backward.device)
+            if i in self.lost:
+                gradient = gradient + self.lost[i]
+            sent.append(self.back_coders[i].encode(gradient, *masks[i]))
+            if self.feedback:
+                self.lost[i] = self.back_coders[i].lost(gradient, sent[i], *masks[i])
+        return self.backward.pack(sent)
+
+    def unpack_backward(self, microbatch: int, buffer: Tensor) -> tuple[Tensor | None, ...]:
+        rows = zip(self.back_coders, self.backward.views(buffer), self.masks.pop(microbatch), strict=True)
+        return tuple(c.decode(parts, *mask) if parts else None for c, parts, mask in rows)

@@ -1,0 +1,121 @@
+"""Simulate a step of a pipeline: when each microbatch runs in each stage, and when it is through.
+
+A machine runs the phases of its stages in the schedule's order, each as soon as its input has arrived. A
+message takes alpha + beta * bytes, and a link carries one message after the other in each direction, while
+the machines compute. The orders are those of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusion_compiler.machines.plan import Event, Phase, Schedule
+
+Action = tuple[int, Phase, int]  # stage, phase, microbatch
+Pair = tuple[float, float]
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step. bubble: the share of the machines' time in which they compute nothing."""
+
+    events: tuple[Event, ...]
+    us: float
+    bubble: float
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, machines: int, microbatches: int) -> int:
+    """Return the most microbatches whose activations a stage holds at a time."""
+    if schedule is Schedule.GPIPE:
+        return microbatches
+    most = held = 0
+    for number, phase, _ in actions(schedule, stage % machines, stages, machines, microbatches):
+        if number == stage:
+            held += 1 if phase is F else -1
+            most = max(most, held)
+    return most
+
+
+def actions(
+    schedule: Schedule, machine: int, stages: int, machines: int, microbatches: int, training: bool = True
+) -> list[Action]:
+    """Return what a machine runs, in order. Stage s is on machine s modulo `machines`."""
+    local = stages // machines
+    if not training or schedule is Schedule.GPIPE:
+        numbers = [s * machines + machine for s in range(local)]
+        forward = [(s, F, m) for s in numbers for m in range(microbatches)]
+        return forward + [(s, B, m) for s in reversed(numbers) for m in range(microbatches) if training]
+    rounds = max(1, microbatches // machines) if local > 1 else 1
+    block = microbatches // rounds  # microbatches that one stage runs before the machine's next one does
+    total = local * microbatches
+    if local > 1:
+        warmup = min(total, (local - 1) * block + 2 * (machines - 1 - machine))
+    else:
+        warmup = min(total, machines - 1 - machine)
+
+    def ordered(phase: Phase) -> list[Action]:
+        numbers = range(local) if phase is F else range(local - 1, -1, -1)
+        return [
+            (s * machines + machine, phase, r * block + m)
+            for r in range(rounds)
+            for s in numbers
+            for m in range(block)
+        ]
+
+    forward, backward = ordered(F), ordered(B)
+    order = forward[:warmup]
+    for i in range(total):
+        order += [*forward[warmup + i : warmup + i + 1], backward[i]]
+    return order
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Sequence[Pair],
+    links: Sequence[Pair],
+    machines: int,
+    microbatches: int,
+    training: bool = True,
+) -> Step:
+    """Return a step. stages, links: their microseconds for a microbatch, forward and backward; link i is
+    between the stages i and i + 1. Stage s is on machine s modulo `machines`."""
+    count = len(stages)
+    queues = [actions(schedule, m, count, machines, microbatches, training) for m in range(machines)]
+    arrived: dict[Action, float] = {(0, F, m): 0.0 for m in range(microbatches)}
+    free = [0.0] * machines
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    events: list[Event] = []
+    heads = [0] * machines
+
+    def send(source: int, action: Action, us: float, end: float) -> None:
+        way = (source % machines, action[0] % machines)
+        link_free[way] = arrived[action] = max(end, link_free[way]) + us
+
+    def run(machine: int) -> bool:
+        """Run the machine's next phase if its input has been sent."""
+        if heads[machine] == len(queues[machine]):
+            return False
+        stage, phase, m = action = queues[machine][heads[machine]]
+        if action not in arrived:
+            return False
+        heads[machine] += 1
+        start = max(free[machine], arrived[action])
+        end = free[machine] = start + stages[stage][phase is B]
+        events.append(Event(stage, phase, m, start, end))
+        if phase is F and stage + 1 < count:
+            send(stage, (stage + 1, F, m), links[stage][0], end)
+        elif phase is F:
+            arrived[stage, B, m] = end
+        elif stage:
+            send(stage, (stage - 1, B, m), links[stage - 1][1], end)
+        return True
+
+    while sum(run(machine) for machine in range(machines)):
+        pass
+    assert heads == [len(queue) for queue in queues], "the schedule waits for itself"
+    us = max(event.end_us for event in events)
+    busy = sum(event.end_us - event.start_us for event in events)
+    return Step(tuple(sorted(events, key=lambda e: (e.start_us, e.stage))), us, 1 - busy / (machines * us))

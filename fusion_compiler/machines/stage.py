@@ -1,0 +1,115 @@
+"""A stage of a plan as torch.distributed.pipelining runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from fusion_compiler.machines.links import Lanes, Wire
+from fusion_compiler.machines.plan import Crossing, PipelinePlan
+
+
+class CompiledStage(_PipelineStageBase):
+    """A stage whose messages are those of `Wire`: one buffer per microbatch and direction.
+
+    PyTorch's `PipelineStage` would first exchange pickled shapes, or infer which tensors have gradients from
+    their dtypes; the plan has both. Random numbers of a microbatch depend on the seed, the step, the
+    microbatch and the stage alone: not on the schedule, or on where training went on.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        plan: PipelinePlan,
+        lanes: Lanes,
+        wires: Sequence[Wire | None],
+        seed: int,
+    ) -> None:
+        super().__init__(module, number, len(plan.stages), lanes.device)
+        self.inputs = plan.edges[number - 1].tensors if number else first_inputs(plan)
+        self.before, self.after = wires
+        self.lanes, self.seed, self.training_step = lanes, seed, 0
+        self.arrivals: dict[tuple[str, int], Tensor] = {}
+        self._runtime_validate = False
+        self._stage_meta: Any = SimpleNamespace(inputs=self.inputs)
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Do nothing: `PipelineRunner.step` has checked what the first stage gets."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        pass
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed_of(self.seed, self.training_step, fwd_chunk_id, self.stage_index))
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._receive("forward", fwd_chunk_id, self.before, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        wire = self.after if self.has_backward else None
+        return self._receive("backward", bwd_chunk_id, wire, self.stage_index + 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.after is None:
+            return []
+        outputs, _ = self.fwd_cache[fwd_chunk_id]
+        return self._send(self.after.pack_forward(fwd_chunk_id, outputs), self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.before is None or not self.has_backward:
+            return []
+        gradients = self.bwd_cache.pop(bwd_chunk_id)
+        return self._send(self.before.pack_backward(bwd_chunk_id, gradients), self.stage_index - 1)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        assert self.before is not None
+        return self.before.unpack_forward(fwd_chunk_id, self.arrivals.pop(("forward", fwd_chunk_id)))
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        assert self.after is not None
+        return self.after.unpack_backward(bwd_chunk_id, self.arrivals.pop(("backward", bwd_chunk_id)))
+
+    def _receive(self, way: str, microbatch: int, wire: Wire | None, peer: int) -> list[dist.P2POp]:
+        if wire is None:
+            return []
+        buffer = (wire.forward if way == "forward" else wire.backward).empty()
+        self.arrivals[way, microbatch] = buffer
+        return [self.lanes.receive(buffer, self.stage_index_to_group_rank[peer], self.group)]
+
+    def _send(self, buffer: Tensor, peer: int) -> list[dist.P2POp]:
+        return [self.lanes.send(buffer, self.stage_index_to_group_rank[peer], self.group)]
+
+
+def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
+    """Return the seed of a microbatch in a stage: a hash, so that no two of them are related."""
+    text = f"{seed} {step} {microbatch} {stage}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def first_inputs(plan: PipelinePlan) -> tuple[Crossing, ...]:
+    """Return the model's inputs, of one microbatch."""
+    inputs = plan.graph.graph.find_nodes(op="placeholder")
+    values = [(node.name, node.meta["val"]) for node in inputs]
+    return tuple(Crossing(name, tuple(v.shape), v.dtype, False) for name, v in values)
