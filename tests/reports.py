@@ -92,7 +92,7 @@ def report_of(ops: int = 60, *, measured: bool = False, hostile: bool = False) -
         "movement": {"classes": _movement(graphs)},
         "graphs": graphs,
         "missed": [
-            {**edge, "times": 1, "total_us": edge["saving_us"]}
+            {**edge, "times": 1, "total_us": edge["saving_us"], "others": 0}
             for edge in sorted(edges, key=lambda edge: -edge["saving_us"])[:10]
         ],
         "kernels": {name: KERNEL.format(name=name) for name in sorted(kernels)},

@@ -291,4 +291,11 @@ def test_the_versions_that_are_supported_are_those_that_can_be_tested() -> None:
     (low, least), *_, (high, most) = ([v.rpartition(".")[0] for v in pair] for pair in pairs)
     assert f"PyTorch {low} to {high}" in said and f"({least} to {most})" in said
     required = (ROOT / "pyproject.toml").read_text()
-    assert f'"torch>={low}"' in required and f'"triton>={least};' in required
+    assert f'"torch>={low},<{following(high)}"' in required
+    assert f'"triton>={least},<{following(most)};' in required
+
+
+def following(version: str) -> str:
+    """2.15 -> 2.16"""
+    major, minor = version.split(".")
+    return f"{major}.{int(minor) + 1}"

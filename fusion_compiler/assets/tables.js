@@ -211,6 +211,12 @@ function notesSection(report) {
 
 // -- missed -------------------------------------------------------------------------------------------
 
+/** Where a row's pair is, with how many pairs are alike in other layers, and how many could be fused instead. */
+function missedPlace(edge) {
+  const alike = edge.times > 1 ? `, and ${edge.times - 1} alike elsewhere` : "";
+  return `${edge.graph}${alike}${edge.others ? `; or ${edge.others} other pairs like it instead` : ""}`;
+}
+
 function missedTable(page) {
   const { missed } = page.report;
   if (missed.length === 0) return [h("p", {}, "No pair of neighbours would have saved time as one kernel.")];
@@ -226,7 +232,7 @@ function missedTable(page) {
         " + ",
         h("b", {}, edge.b),
         h("br"),
-        h("span", { class: "in" }, edge.times > 1 ? `${edge.graph}, and ${edge.times - 1} alike elsewhere` : edge.graph),
+        h("span", { class: "in" }, missedPlace(edge)),
         h("p", {}, h("b", {}, edge.rule), ": ", edge.reason),
       ),
       h(

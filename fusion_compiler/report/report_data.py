@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +25,15 @@ class Missed:
     """A `Missed` is a fusion that was refused. graph: the name of its graph.
 
     times: how many pairs are refused alike, in other layers; `refused` is the first of them.
-    total_us: the time that all of these would save.
+    total_us: the time that all of these would save. others: how many pairs are alike as well and share a unit
+    with one of these: alternatives, whose savings do not add up.
     """
 
     graph: str
     refused: Decision
     times: int
     total_us: float
+    others: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,13 @@ class ReportData:
 
     @property
     def missed(self) -> tuple[Missed, ...]:
-        """Return the ten missed fusions that cost most, or may; repetitions in other layers count as one."""
-        candidates = [
-            Missed(name, same[0], len(same), sum(r.saving for r in same))
-            for name, edges in self.edges.items()
-            for same in itertools.chain.from_iterable(alike(edges))
-        ]
+        """Return the ten missed fusions that cost most, or may. Pairs that are alike are one family, and one
+        row."""
+        candidates: list[Missed] = []
+        for name, edges in self.edges.items():
+            for family in alike(edges):
+                most = max(family, key=lambda same: sum(r.saving for r in same))
+                total, others = sum(r.saving for r in most), sum(map(len, family)) - len(most)
+                candidates.append(Missed(name, most[0], len(most), total, others))
         ranked = sorted((m for m in candidates if m.total_us > 0), key=lambda m: -m.total_us)
         return tuple(ranked[:MOST_MISSED])

@@ -45,7 +45,7 @@ def report_json(report: ReportData) -> Row:
             _graph(report, plan, measured.get("units", {}).get(plan.name, {})) for plan in report.plans
         ],
         "missed": [
-            {"graph": m.graph, "times": m.times, "total_us": m.total_us}
+            {"graph": m.graph, "times": m.times, "total_us": m.total_us, "others": m.others}
             | _edge(report.questions[m.graph], m.refused)
             for m in report.missed
         ],

@@ -69,8 +69,8 @@ def test_without_torch_it_says_so_and_goes_on(tmp_path: Path) -> None:
 def test_oldest_versions_are_those_of_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert f'requires-python = ">={".".join(map(str, doctor.PYTHON))}"' in text
-    assert f'"torch>={".".join(map(str, doctor.TORCH))}"' in text
-    assert f'"triton>={".".join(map(str, doctor.TRITON))};' in text
+    assert f'"torch>={".".join(map(str, doctor.TORCH))},' in text
+    assert f'"triton>={".".join(map(str, doctor.TRITON))},' in text
 
 
 @pytest.mark.parametrize(

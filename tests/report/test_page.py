@@ -36,9 +36,8 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     def open_page(report: dict[str, Any], **options: Any) -> Page:
         file = tmp_path / "report.html"
         file.write_text(page(report), encoding="utf-8")
-        context = browser.new_context(
-            viewport={"width": 1400, "height": 900}, reduced_motion="reduce", **options
-        )
+        settings = {"viewport": {"width": 1400, "height": 900}, "reduced_motion": "reduce"}
+        context = browser.new_context(**(settings | options))
         context.set_default_timeout(5_000)
         contexts.append(context)
         tab = context.new_page()
@@ -327,6 +326,53 @@ def test_modules_that_wait_for_each_other_are_drawn(opened: Open) -> None:
         tab.click(f".title .name >> text=▾ {module}")
     found = tab.locator(".line .ink").evaluate_all(UPWARDS)
     assert sorted(found) == ["norm_0 → value_0", "query_0 → rotate_0"]
+
+
+# Elements that reach out of the window, apart from those in a row that scrolls sideways.
+OUTSIDE = """() => {
+    const row = (e) => e.closest(".wide, .tools, #legend, [role=tablist], pre");
+    const scrolls = (e) => e && getComputedStyle(e).overflowX === "auto";
+    return [...document.querySelectorAll("header *, .tools *, #legend *, #side *")]
+        .filter((e) => e.getClientRects().length && !scrolls(row(e)))
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 || e.getBoundingClientRect().x < -1)
+        .map((e) => `${e.tagName} ${e.className} ${e.textContent.slice(0, 30)}`);
+}"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (1400, 900)])
+def test_the_page_fits_a_phone_and_a_desk(
+    opened: Open, real: dict[str, Any], width: int, height: int
+) -> None:
+    long_names = report_of(200)
+    for edge in long_names["missed"]:
+        edge["a"] = "layer_norm_backward_and_several_more_operators"
+    for report in (real, long_names):
+        tab = opened(report, viewport={"width": width, "height": height})
+        for name in ("overview", "missed", "movement", "selection"):
+            tab.click(f"#tab-{name}")
+            if name == "selection":
+                find(tab, report["graphs"][0]["units"][1]["name"])
+            assert tab.evaluate(OUTSIDE) == []
+            assert tab.evaluate("document.documentElement.scrollWidth") == width
+        panel_sizes = "[panel.clientWidth, panel.scrollWidth, graph.getBoundingClientRect().height]"
+        shown, needed, drawing = tab.evaluate(f"(() => {panel_sizes})()")
+        assert needed <= shown and drawing >= 0.25 * height
+        assert tab.locator("#search").bounding_box()["width"] >= 0.35 * min(width, 800)
+
+
+def test_a_family_of_missed_fusions_is_one_row(opened: Open, real: dict[str, Any]) -> None:
+    report = report_of(60)
+    report["missed"][0] |= {"times": 3, "others": 6}
+    tab = opened(report)
+    tab.click("#tab-missed")
+    text = tab.locator("[data-missed='0']").inner_text()
+    assert "and 2 alike elsewhere; or 6 other pairs like it instead" in text
+    assert "instead" not in tab.locator("[data-missed='1']").inner_text()
+    families = [
+        [re.sub(r"_\d+\b", "", str(row[key])) for key in ("graph", "a", "b", "rule", "reason")]
+        for row in real["missed"]
+    ]
+    assert len(families) > 3 and all(families.count(family) == 1 for family in families)
 
 
 def test_hostile_texts_stay_texts(opened: Open) -> None:

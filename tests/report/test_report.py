@@ -241,13 +241,13 @@ def test_an_unknown_name_says_what_is_close(report: fc.Report) -> None:
         report.why("mm_3", "nowhere")
 
 
-def test_missed_are_the_ten_largest_alike_in_other_layers_once(report: fc.Report) -> None:
+def test_missed_are_the_ten_largest_families(report: fc.Report) -> None:
     """Two layers give the pairs of one twice; alternatives, two products of one tensor, are not added up."""
     missed = report.missed
     assert [m.total_us for m in missed] == sorted((m.total_us for m in missed), reverse=True)
     largest = max(r.saving for edges in report.edges.values() for r in edges)
     assert len(missed) == 10 and missed[0].refused.saving == missed[0].total_us == largest
-    assert all(m.times == 1 for m in missed)
+    assert missed[0].times == 1 and any(m.others for m in missed)
     twice = explained(nn.Sequential(EncoderLayer(), EncoderLayer())).missed
     assert twice[0].times == 2 and twice[0].total_us == pytest.approx(2 * largest)
 

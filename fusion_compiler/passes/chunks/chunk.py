@@ -11,7 +11,7 @@ same. Elsewhere backward computes the logits again, one product more: there the 
 row, depends on a result of all rows, or is in float16, where it is scaled before it is rounded so that small
 numbers survive.
 
-Liu et al., "Liger Kernel", 2024, section 3.2; Inductor's auto-chunker.
+Hsu et al., "Liger Kernel", 2024, section 3.2; Inductor's auto-chunker.
 """
 
 from __future__ import annotations
