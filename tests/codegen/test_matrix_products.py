@@ -270,6 +270,14 @@ def test_a_head_by_its_terms() -> None:
     compare(nest, lambda a, b: torch.einsum("bhsd,nhd->bsn", a, b))
 
 
+def test_rows_of_two_axes() -> None:
+    """As sequences times a weight have them. No descriptor loads rows of one tile that two axes number."""
+    nest = Products(random.randint(30, 50), 64, 128, 3)
+    nest.write("out", nest.product(nest.read("a", "bmk"), nest.read("b", "kn")), "bmn")
+    assert any("fuse(b m, rows)" in str(p) and p.descriptors for p in placements(nest, 8))
+    compare(nest, lambda a, b: a @ b, count=8)
+
+
 def test_factors_of_float8() -> None:
     """Both factors go into tensor cores as they are; scales multiply the results."""
     nest = Products(*draw(), dtype=torch.float8_e4m3fn)
