@@ -37,6 +37,7 @@ BENCHMARKS = {
     "optimizer": "optimizer.measure",
     "compile-time": "compile_time.measure",
     "machines": "machines.cuts",
+    "links": "machines.links",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }

@@ -40,6 +40,7 @@ CALLS = {
     "row-ranges": (("--only", "number"), "this / any"),
     "optimizer": (("--filter", "parameters, SGD", "--only", "^foreach$"), "of copy"),
     "compile-time": (("--filter", "ViT", "--only", "nobody"), "ViT, 12 layers"),
+    "links": (("--filter", "^2 processes, (raw|default)"), "fewer"),
     "architectures": (("--filter", "^gpt2$", "--backend", "eager"), "1 same"),
 }
 
