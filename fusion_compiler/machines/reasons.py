@@ -10,11 +10,10 @@ from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.machines.cut import Cuts, Place, price
 from fusion_compiler.machines.layout import Layout
-from fusion_compiler.machines.plan import Machine
 from fusion_compiler.machines.text import timed
 from fusion_compiler.machines.workload import module_path
 
-CUT, EQUAL_LAYERS, REPEATED, TIED, ORDER = "cut", "equal layers", "computed again", "tied parameter", "order"
+CUT, EQUAL_LAYERS, REPEATED, TIED = "cut", "equal layers", "computed again", "tied parameter"
 ALONE = "one machine"
 NEIGHBOURS = 40  # groups on either side of a cut, of which the best is shown
 
@@ -24,8 +23,6 @@ def reasons(
     places: Sequence[Place],
     chosen: Cuts,
     step_us: Callable[[Cuts], float],
-    machines: Sequence[Machine],
-    ranks: Sequence[int],
     microbatches: int,
 ) -> Decisions:
     """Return the decisions of a plan. step_us: the predicted step of cuts. ranks: the order of the
@@ -37,9 +34,6 @@ def reasons(
         *repeats(layout, chosen),
         *ties(layout, chosen),
     ]
-    if list(ranks) != list(range(len(ranks))):
-        names = " ".join(machines[i].name for i in ranks)
-        decisions.append(Decision(ORDER, "", Outcome.DONE, f"the machines are in the order {names}"))
     return tuple(decisions)
 
 

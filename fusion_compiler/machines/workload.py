@@ -24,13 +24,14 @@ from fusion_compiler.machines.plan import Crossing
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload is an exported model. Node names are those of `graph`.
+    """A workload is an exported model, `name` its class. Node names are those of `graph`.
 
     dag: the operators with their arithmetic and bytes. order: the names of the operators, as they run.
     differentiable: nodes with a gradient; empty if the model is not trained.
     layers: for each operator the module of a repeated layer that it belongs to ("blocks.3"), else "".
     """
 
+    name: str
     graph: fx.GraphModule
     dag: OpDag
     order: tuple[str, ...]
@@ -101,7 +102,9 @@ def workload(
     )
     nodes = dag.nodes
     trained = differentiable(graph) if training else frozenset[str]()
-    return Workload(graph, dag, order, trained, tuple(layer_of(nodes[name]) for name in order))
+    return Workload(
+        type(model).__name__, graph, dag, order, trained, tuple(layer_of(nodes[name]) for name in order)
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -303,6 +303,25 @@ def test_a_plan_of_another_graph_is_refused() -> None:
         pipeline(Language(), (torch.randint(0, 50, (3, 9)),), split_policy=plan.split_policy)
 
 
+def test_another_process_makes_the_same_stages() -> None:
+    model, x = Language(), torch.randint(0, 50, (3, 7))
+    machines = [fc.Machine("a", "cpu"), fc.Machine("b", "cpu"), fc.Machine("c", "cpu", speed=2.0)]
+    plan = fc.partition(model, (x,), machines=machines, links=LINK)
+    assert plan.repeated
+    fast = fc.Link(1e15, 0.0)  # with which nothing would be computed again
+    same = {"machines": plan.machines, "cuts": plan.cuts, "repeated": plan.repeated}
+    again = fc.partition(model, (x,), links=fast, **same)  # type: ignore[arg-type]
+    assert [s.operators for s in again.stages] == [s.operators for s in plan.stages]
+    assert [e.tensors for e in again.edges] == [e.tensors for e in plan.edges]
+    assert again.machines == plan.machines
+
+
+def test_one_machine_has_one_stage() -> None:
+    plan = fc.partition(Language(), (torch.randint(0, 50, (3, 7)),), machines=THREE[:1], links=())
+    assert len(plan.stages) == 1 and not plan.edges and plan.bubble == pytest.approx(0)
+    assert plan.step_us == pytest.approx(8 * plan.stages[0].us)
+
+
 def test_errors_say_what_is_wrong() -> None:
     model, args = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),)
     with pytest.raises(NotCallableError):
@@ -313,6 +332,8 @@ def test_errors_say_what_is_wrong() -> None:
         )
     with pytest.raises(MachinesError, match="a link names a and x"):
         fc.partition(model, args, machines=THREE, links=[LINK, fc.Link(1, 1, ("a", "x"))])
+    with pytest.raises(MachinesError, match="cannot be cut before"):
+        fc.partition(model, args, machines=THREE, links=LINK, cuts=("linear_1",))
     with pytest.raises(MachinesError, match="too many"):
         fc.partition(model, args, machines=THREE, links=LINK)
     with pytest.raises(InvalidOptionError, match="schedule"):
