@@ -2,7 +2,8 @@
 # make test   everything that needs no GPU; of long parametrized tests a sample, drawn anew in each run
 # make sweep  every case of every test, 2,000 random programs, and PyTorch's samples of every operator: hours
 # make lint   ruff and pyright
-# Each makes .venv with the versions of constraints.txt when it is missing or out of date. With VERSIONS=oldest or
+# make docs   the documentation as a site, in site/; a broken link is an error
+# Each but docs makes .venv with the versions of constraints.txt when it is missing or out of date. With VERSIONS=oldest or
 # VERSIONS=newest it is .venv-oldest or .venv-newest, with those of constraints-oldest.txt or constraints-newest.txt
 # in their place; ruff and pyright look at the pinned ones alone.
 
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 OTHERS := $(if $(filter pinned,$(VERSIONS)),,constraints-$(VERSIONS).txt)
 $(if $(filter oldest pinned newest,$(VERSIONS)),,$(error VERSIONS is oldest, pinned or newest, not "$(VERSIONS)"))
 
-.PHONY: demo test sweep lint clean
+.PHONY: demo test sweep lint docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -35,8 +36,19 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Pages are read and not imported: this environment needs no PyTorch.
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --clean
+
+.venv-docs/installed: constraints-docs.txt pyproject.toml
+	rm -rf .venv-docs
+	$(PYTHON) -m venv .venv-docs
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+	  | xargs .venv-docs/bin/python -m pip install --quiet -c constraints-docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-docs site
 
 # The stamp is written last: an interrupted installation is done again from nothing.
 $(VENV)/installed: constraints.txt $(OTHERS) pyproject.toml

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "sweep": "kernels.sweep",
     "depthwise": "kernels.depthwise",
     "descriptors": "kernels.descriptors",
+    "products": "kernels.products",
     "schedules": "kernels.schedules",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",

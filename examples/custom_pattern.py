@@ -1,8 +1,8 @@
-"""The three sorts of pattern: a hint, a checked rewrite, and a Triton kernel of one's own.
+"""Use the three sorts of pattern in one model: a hint, a checked rewrite, and a kernel of your own.
 
     python -m examples.custom_pattern
 
-On a machine without a GPU the kernels run in Triton's interpreter.
+On a machine without a GPU, the kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import fusion_compiler as fc
 
-rows, row = torch.ones(6, 10), torch.ones(10)  # ranks and equal sizes count, numbers do not
+rows, row = torch.ones(6, 10), torch.ones(10)  # only ranks and equal sizes matter
 
 
-# 1. A hint: ops that belong together; their cluster gets the name.
+# 1. A hint: these operators are tried as one cluster, which gets this name.
 def scaled_softplus(x: Tensor, scale: float) -> Tensor:
     return F.softplus(x) * scale
 
 
-# 2. A rewrite: equal for every x, which compile() checks before it uses it, gradients too.
+# 2. A rewrite: compile() checks that both functions are equal, gradients too, before it uses it.
 def root_of_square(x: Tensor) -> Tensor:
     return torch.sqrt(x * x)
 
@@ -30,7 +30,7 @@ def absolute(x: Tensor) -> Tensor:
     return torch.abs(x)
 
 
-# 3. A kernel: `run` may launch anything; here it is what a Triton kernel would be wrapped in.
+# 3. A kernel: the second function is called in the place of the first. It may launch anything.
 def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x) * F.relu(x)
 

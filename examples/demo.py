@@ -1,6 +1,8 @@
-"""A transformer block, compiled: its fusion plan, one of its kernels, its errors, the bytes saved.
+"""Compile a transformer block, and show its plan, one of its kernels, its errors and the bytes saved.
 
-python -m examples.demo         # on a GPU where there is one, else in Triton's interpreter
+    python -m examples.demo
+
+It runs on a GPU if there is one, and in Triton's interpreter otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fusion_compiler.ir.plan import FusionPlan
 
 
 class RMSNorm(nn.Module):
-    """Written out, as models do: the compiler is not told what it is."""
+    """RMSNorm written out, as models have it. The compiler does not know it by its name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: causal attention, then SwiGLU. [batch, length, width] -> the same."""
+    """A pre-norm transformer block: causal attention, then SwiGLU, on [batch, length, width]."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Block(nn.Module):
 def forward_and_backward(
     called: nn.Module, block: nn.Module, x: Tensor, gradient: Tensor
 ) -> dict[str, Tensor]:
-    """The block's output and the gradients of its input and parameters, by name."""
+    """Return the block's output and the gradients of its input and parameters, by name."""
     x = x.detach().requires_grad_()
     block.zero_grad(set_to_none=True)
     y = called(x)
@@ -68,7 +70,7 @@ def forward_and_backward(
 
 
 def errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """RMS error relative to the RMS of the float64 value."""
+    """Return the RMS error of each result, relative to the RMS of its float64 value."""
     return {
         name: ((results[name].double() - truth).square().mean() / truth.square().mean()).sqrt().item()
         for name, truth in exact.items()
@@ -76,9 +78,9 @@ def errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, fl
 
 
 def kernel_of_largest_cluster(forward: FusionPlan, dump: Path) -> str:
-    """Source of the cluster that saves most time, from what FUSION_DUMP wrote.
+    """Return the source of the cluster that saves most time, from the files that FUSION_DUMP wrote.
 
-    A cluster that is the same work as an earlier one has no file of its own.
+    If a cluster is the same as an earlier one, it has no file of its own.
     """
     clusters = sorted(forward.clusters, key=lambda cluster: cluster.cost.us - cluster.eager_us)
     files = (dump / forward.name / "kernels" / f"{cluster.name}.py" for cluster in clusters)

@@ -1,8 +1,8 @@
-"""The BERT-large encoder layer of "Data Movement Is All You Need" (Ivanov et al., 2021), written out.
+"""Train the BERT-large encoder layer of "Data Movement Is All You Need" (Ivanov et al., 2021), written out.
 
-Every bias, dropout, residual and normalization is an operator of its own and attention is two
-batched products around a softmax, so that nothing is fused but what the compiler finds: the
-paper wrote thirteen kernels for this layer by hand (AIB, SM, BRD, BDRLN twice, ...).
+Each bias, dropout, residual and normalization is an operator of its own, and attention is two batched
+products around a softmax, so that whatever is fused was found by the compiler. The authors of the paper
+wrote thirteen kernels for this layer by hand.
 
     python -m examples.encoder_layer            # small, on the CPU or the GPU
 """
@@ -19,7 +19,7 @@ import fusion_compiler as fc
 
 
 class Projection(nn.Module):
-    """x @ weight, whose bias the caller adds: in the paper it belongs to the next kernel."""
+    """A product without its bias, which the caller adds: in the paper it belongs to the next kernel."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Projection(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """[batch, length, hidden] -> [batch, length, hidden]; post-norm, ReLU, dropout at four places."""
+    """A post-norm encoder layer on [batch, length, hidden], with ReLU and dropout at four places."""
 
     def __init__(
         self, hidden: int = 1024, heads: int = 16, intermediate: int = 4096, dropout: float = 0.1
@@ -47,12 +47,12 @@ class EncoderLayer(nn.Module):
         self.norm2 = nn.LayerNorm(hidden, eps=1e-12)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """[batch, length, hidden] -> [batch, heads, length, hidden / heads]."""
+        """Return [batch, heads, length, hidden / heads] of [batch, length, hidden]."""
         batch, length, hidden = x.shape
         return x.view(batch, length, self.heads, hidden // self.heads).transpose(1, 2)
 
     def attention(self, x: Tensor) -> Tensor:
-        """Self-attention of every position to every other, before the output's bias."""
+        """Attend from each position to each other, without the bias of the output."""
         q = self.split_heads(self.query(x) + self.query.bias)
         k = self.split_heads(self.key(x) + self.key.bias)
         v = self.split_heads(self.value(x) + self.value.bias)
@@ -69,13 +69,13 @@ class EncoderLayer(nn.Module):
 
 
 def example() -> tuple[nn.Module, tuple[Tensor]]:
-    """The paper's sizes, for `fusion-compiler explain examples/encoder_layer.py:example`, or `profile`."""
+    """Return the paper's sizes: `fusion-compiler explain examples/encoder_layer.py:example`, or `profile`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return EncoderLayer().half().to(device), (torch.randn(8, 512, 1024, dtype=torch.half, device=device),)
 
 
 def main(hidden: int = 64, heads: int = 4, intermediate: int = 256, batch: int = 2, length: int = 32) -> None:
-    """Compiles the layer, trains one step and prints what was fused."""
+    """Compile the layer, train one step and print what was fused."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer = EncoderLayer(hidden, heads, intermediate).to(device)
     fast = fc.compile(layer, backend="auto" if device == "cuda" else "interpret")

@@ -1,10 +1,10 @@
-"""Attention written out, with a bias and a causal mask, replaced by PyTorch's FlexAttention.
+"""Replace attention that is written out, with a bias and a causal mask, by PyTorch's FlexAttention.
 
     python -m examples.flex_attention
 
-On a GPU FlexAttention is compiled to one kernel that never stores the scores. On a CPU it runs forward alone,
-unfused, and refuses tensors that require gradients; the gradient is that of the pattern's code, computed
-again in the backward pass, so that training works on both.
+On a GPU, FlexAttention is one kernel that never stores the scores. On a CPU, it runs unfused, and only
+forward. The gradient is that of the pattern's code, which the backward pass computes again, so that training
+works on both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import fusion_compiler as fc
-from examples.swiglu_fp8 import relative_error
+from examples.helpers import relative_error
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    """q, k, v: [batch, heads, length, features]. bias: [heads, length, length]. hidden: [length, length]."""
+    """Attend, as the pattern that FlexAttention replaces.
+
+    q, k, v: [batch, heads, length, features]. bias: [heads, length, length]. hidden: [length, length].
+    """
     scores = torch.matmul(q, k.transpose(-2, -1)) * scale + bias
     return torch.matmul(torch.softmax(scores.masked_fill(hidden, -math.inf), -1), v)
 
@@ -35,6 +38,8 @@ def flex(device: str) -> Callable[..., Any]:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """Call FlexAttention with the arguments of the pattern."""
+
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(hidden[i, j], -math.inf, s + bias[h, i, j])
 
@@ -51,7 +56,7 @@ PATTERN = fc.user_kernel(
 
 
 class Attention(nn.Module):
-    """With a learned bias for each pair of positions."""
+    """Self-attention with a learned bias for each pair of positions."""
 
     def __init__(self, features: int, heads: int, length: int) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A rewrite: a scale behind a product becomes part of the weight, where that is less work.
+"""Rewrite a model under a condition: a scale after a product becomes part of the weight if that is less work.
 
     python -m examples.folded_scale
 
-compile() compares the two sides, gradients too, before it uses them; `where=` says where it pays: the weight
-is smaller than the product's result. The same rule without `where=` applies everywhere. An infinite scale
-times a sum is infinite, and times each of its terms NaN: `domain=` says that there is none.
+`compile` compares both sides of the rewrite, and their gradients, before it uses the rewrite. `where=` is
+the condition: the weight is smaller than the result of the product. `domain=` promises that no scale is
+infinite: a sum times infinity is infinite, but a sum of terms times infinity may be NaN.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from examples.swiglu_fp8 import relative_error
+from examples.helpers import relative_error
 from fusion_compiler.patterns import MatchedTensor
 
 
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """[batch, length, features], [out, features], [out] -> [batch, length, out]."""
+    """Multiply [batch, length, features] by [out, features], then scale by [out]."""
     return F.linear(x, weight) * scale
 
 
@@ -28,7 +28,7 @@ def folded(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def pays(x: MatchedTensor, weight: MatchedTensor, scale: MatchedTensor) -> bool:
-    """Parameters alone: fewer rows of weight than of activations."""
+    """True if weight and scale are parameters, and the weight has fewer rows than the activations."""
     held = weight.origin == scale.origin == "parameter"
     return held and weight.shape[1] < x.shape[0] * x.shape[1]
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def wrongly_folded(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """On the rows of activations' side of the weight: the sizes fit where it is square."""
+    """Scale by a mean instead: the shapes are right, the values are not."""
     return F.linear(x, weight) * scale.mean()
 
 

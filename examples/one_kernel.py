@@ -1,6 +1,8 @@
-"""One cluster followed through the stages: code, graph, operators, loop nest, schedules, Triton.
+"""Follow one cluster through all stages: code, graph, operators, loop nest, schedules, Triton.
 
-python -m examples.one_kernel         # needs no GPU: the plan is made for an H200, from shapes alone
+    python -m examples.one_kernel
+
+It needs no GPU: the plan is made for an H200, from shapes alone.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 def walk() -> dict[str, str]:
-    """What the stages make of RMSNorm on [8192, 4096] in bfloat16, forward: stage -> text."""
+    """Return the text of each stage for the forward pass of RMSNorm on bfloat16 [8192, 4096]."""
     with torch.no_grad():
         x = torch.empty(8192, 4096, dtype=torch.bfloat16)
         report = fc.explain(RMSNorm(4096).bfloat16(), x, device=DEVICE)
@@ -63,7 +65,7 @@ def walk() -> dict[str, str]:
 
 
 def operators(dag: OpDag) -> str:
-    """A line for each op: its name, kind, operands, dtype and shape."""
+    """Return a line for each operator: its name, kind, operands, dtype and shape."""
     ops = [dag.op(name) for name in dag.order]
     rows = [
         (op.name, str(op.kind), " ".join(op.inputs), f"{str(m.dtype).removeprefix('torch.')} {list(m.shape)}")
@@ -76,7 +78,7 @@ def operators(dag: OpDag) -> str:
 
 
 def loop_nest(loops: LoopNest) -> str:
-    """Axes, then a line for each node, with the dtype that it is computed in, and for each store."""
+    """Return the axes, then a line for each node, with its dtype, and for each store."""
     axes = [f"{axis.name} < {axis.size} ({axis.group})" for axis in loops.axes]
     nodes = [
         f"{i:>2}  {loops.names[i]:<10}  {str(n.dtype).removeprefix('torch.')}  {node_text(loops, n)}"

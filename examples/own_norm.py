@@ -1,9 +1,9 @@
-"""A normalization of one's own, with its gradient: two Triton kernels in the place of torch code.
+"""Use a normalization of your own: two Triton kernels, for its result and its gradient, replace PyTorch code.
 
     python -m examples.own_norm
 
-Rows are divided by their mean absolute value. On a machine without a GPU the kernels run in this package's
-interpreter of Triton.
+The normalization divides each row by its mean absolute value. On a machine without a GPU, the kernels run in
+an interpreter.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 import fusion_compiler as fc
-from examples.swiglu_fp8 import launch, relative_error
+from examples.helpers import launch, relative_error
 
 
 def mean_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[rows, columns], [columns] -> [rows, columns]."""
+    """Normalize [rows, columns] with a weight [columns]. This is the pattern that the kernels replace."""
     return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -35,7 +35,7 @@ def forward_kernel(x_ptr, weight_ptr, y_ptr, columns, per_million, COLUMNS: tl.c
 
 @triton.jit
 def backward_kernel(x_ptr, weight_ptr, dy_ptr, dx_ptr, part_ptr, columns, per_million, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """The gradient of x, and each row's part of the weight's."""
+    """Compute the gradient of x, and each row's part of the gradient of the weight."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < columns
@@ -50,6 +50,7 @@ def backward_kernel(x_ptr, weight_ptr, dy_ptr, dx_ptr, part_ptr, columns, per_mi
 
 
 def run(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Launch the forward kernel with the arguments of the pattern."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, columns = x.shape
     block = triton.next_power_of_2(columns)
@@ -58,7 +59,7 @@ def run(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gradient(x: Tensor, weight: Tensor, eps: float, y: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight, from the arguments, the result and the result's gradient."""
+    """Return the gradients of x and weight, from the arguments, the result and its gradient."""
     x, dy = x.contiguous(), dy.contiguous()
     dx, parts = torch.empty_like(x), torch.empty_like(x)
     rows, columns = x.shape
@@ -68,7 +69,7 @@ def gradient(x: Tensor, weight: Tensor, eps: float, y: Tensor, dy: Tensor) -> tu
 
 
 def is_supported(x: fc.patterns.MatchedTensor, weight: fc.patterns.MatchedTensor, eps: float) -> bool:
-    """What the kernels are written for: float32 rows that one program holds, eps in whole millionths."""
+    """True for what the kernels support: float32 rows that one program holds, eps in whole millionths."""
     millionths = eps * 1e6
     return (
         x.dtype == weight.dtype == torch.float32 and x.shape[-1] <= 16384 and millionths == round(millionths)

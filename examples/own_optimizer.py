@@ -1,9 +1,9 @@
-"""An optimizer of one's own, Lion (Chen et al., 2023), as one kernel for all parameters.
-
-Its formula is read from its `step`; nothing of it is written twice. Half of the steps are taken with it as it
-is, half from a checkpoint of that, fused and within the backward passes.
+"""Fuse an optimizer of your own, Lion (Chen et al., 2023), into one kernel for all parameters.
 
     python -m examples.own_optimizer
+
+The compiler reads the formula from the optimizer's `step`. The example trains half of its steps with the
+plain optimizer, and the other half from its checkpoint, with updates that are fused into the backward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lion(Optimizer):
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int) -> float:
-    """The loss after some steps at a rate that falls; the model learns the sine."""
+    """Train a model to compute the sine with a falling learning rate, and return the last loss."""
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=steps)
     loss = torch.zeros(())
     for _ in range(steps):
@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> float:
 
 
 def main(steps: int = 100) -> float:
-    """Trains and returns the loss in the end."""
+    """Train twice and return the last loss."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layers = nn.Linear(1, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 1)

@@ -1,37 +1,27 @@
-"""A Triton kernel of one's own: SwiGLU and its quantization to eight bits in one pass, with a scale a row.
+"""Use a Triton kernel of your own: SwiGLU and its quantization to eight bits, with one scale for each row.
 
     python -m examples.swiglu_fp8
 
-The pattern is the torch code; the kernel is called in its place, and `verify=True` compares the two. On a
-machine without a GPU the same kernel runs in this package's interpreter of Triton.
+The pattern is the PyTorch code, and the kernel is called in its place. `verify=True` compares the two. On a
+machine without a GPU, the same kernel runs in an interpreter.
 """
 
 from __future__ import annotations
-
-import inspect
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from triton.runtime.jit import JITFunction
 
 import fusion_compiler as fc
-from fusion_compiler.runtime.interpreter import run_source
+from examples.helpers import TYPES, launch, relative_error
 
 LARGEST = 448.0  # of float8_e4m3fn
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
 
 
 def swiglu_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """[tokens, features] twice -> float8_e4m3fn [tokens, features] and float32 scales [tokens, 1]."""
+    """Return float8_e4m3fn [tokens, features] and float32 scales [tokens, 1] of two [tokens, features]."""
     h = F.silu(gate.float()) * up.float()
     scale = h.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
     return (h / scale).to(torch.float8_e4m3fn), scale
@@ -39,7 +29,7 @@ def swiglu_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def swiglu_fp8_kernel(gate_ptr, up_ptr, values_ptr, scales_ptr, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """One row a program: it is read once, and its largest value is known before it is written."""
+    """Each program reads one row once, and knows its largest value before it writes the row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = column < columns
@@ -51,22 +41,8 @@ def swiglu_fp8_kernel(gate_ptr, up_ptr, values_ptr, scales_ptr, columns, COLUMNS
     tl.store(values_ptr + row * columns + column, (h / scale).to(tl.float8e4nv), inside)
 
 
-def launch(kernel: JITFunction[Any], rows: int, *arguments: Tensor | int, **constants: int) -> None:
-    """Runs a kernel for `rows` programs: compiled on a GPU, in the interpreter on a CPU."""
-    first = arguments[0]
-    assert isinstance(first, Tensor)
-    if first.is_cuda:
-        kernel[(rows,)](*arguments, **constants)
-        return
-    source = f"import triton\nimport triton.language as tl\n\n\n{inspect.getsource(kernel.fn)}"
-    for name, value in constants.items():
-        source = source.replace(f"{name}: tl.constexpr", f"{name}: tl.constexpr = {value}")
-    types = [TYPES[a.dtype] if isinstance(a, Tensor) else "i32" for a in arguments]
-    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    run_source(source, kernel.fn.__name__, types, values, (rows,))
-
-
 def run_swiglu_fp8(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch the kernel with the arguments of the pattern, and return what the pattern returns."""
     gate, up = gate.contiguous(), up.contiguous()
     rows, columns = gate.shape
     values = torch.empty_like(gate, dtype=torch.float8_e4m3fn)
@@ -84,7 +60,7 @@ PATTERN = fc.user_kernel(
 
 
 class FeedForward(nn.Module):
-    """With a quantized activation between its products, as an eight-bit product would read it."""
+    """A feed-forward layer whose activation is quantized, as a product of eight bits would read it."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -96,10 +72,6 @@ class FeedForward(nn.Module):
         scale = h.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
         quantized = (h / scale).to(torch.float8_e4m3fn)
         return self.down((quantized.float() * scale).to(x.dtype))
-
-
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    return float((got.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 @torch.no_grad()

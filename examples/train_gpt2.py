@@ -1,9 +1,9 @@
-"""Trains a small GPT-2 on a text that can be learnt, compiled, with AdamW.
-
-The model learns to continue sequences that count upwards modulo the vocabulary, so its loss must
-fall well below that of guessing; random weights, nothing is downloaded.
+"""Train a small, compiled GPT-2 of transformers with AdamW.
 
     python -m examples.train_gpt2
+
+The model learns to continue sequences that count upwards modulo the vocabulary, so that its loss must fall
+well below that of guessing. Its weights are random, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import fusion_compiler as fc
 
 
 def counting_batch(batch: int, length: int, vocabulary: int, device: str) -> torch.Tensor:
-    """int64 [batch, length]: each row counts upwards from a random start."""
+    """Return int64 [batch, length], whose rows count upwards from a random start."""
     start = torch.randint(vocabulary, (batch, 1), device=device)
     return (start + torch.arange(length, device=device)) % vocabulary
 
 
 def main(steps: int = 60, backend: str = "auto") -> float:
-    """Trains and returns the mean loss of the last five steps, in nats a token."""
+    """Train and return the mean loss of the last five steps, in nats a token."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vocabulary, length, batch = 61, 32, 8

@@ -7,6 +7,10 @@ The public names are imported on first use: the compile server reads kernels tha
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from fusion_compiler.report.report import Report
 
 __version__ = "0.1.0"
+_GROUP, _BACKEND = "torch_dynamo_backends", "fusion_compiler.api:dynamo_backend"
 _HOMES = {
     "compile": "api",
     "FusionError": "errors",
@@ -80,3 +85,39 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The package where it is imported from a folder and not installed: its backend for torch.compile."""
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: fusion-compiler\nVersion: {__version__}\n",
+            "entry_points.txt": f"[{_GROUP}]\n{__name__} = {_BACKEND}\n",
+        }
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__path__[0]).parent / path
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    """It comes after the others, so that the metadata of an installed package come first."""
+
+    def find_spec(self, *_: Any) -> None:
+        """Return None: no module is found here."""
+
+    def find_distributions(self, context: Any = None) -> Iterator[_Distribution]:
+        if getattr(context, "name", None) in (None, "fusion-compiler", "fusion_compiler"):
+            yield _Distribution()
+
+
+def _register() -> None:
+    """Let torch.compile find the backend by its name, without importing torch."""
+    sys.meta_path.append(_Finder())
+    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is not None:  # it may have looked for entry points already
+        registry._BACKENDS.setdefault(__name__, importlib.metadata.EntryPoint(__name__, _BACKEND, _GROUP))
+
+
+_register()

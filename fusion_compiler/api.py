@@ -6,35 +6,74 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from fusion_compiler.capture.module import Plans, compiled_class, plain, wrap
+from fusion_compiler.capture.module import (
+    CompiledFunction,
+    Plans,
+    check_callable,
+    compiled_class,
+    plain,
+    wrap,
+)
 from fusion_compiler.compiler.compiler import Compiler
 from fusion_compiler.errors import (
     InvalidOptionError,
-    NotCallableError,
     TorchScriptError,
 )
-from fusion_compiler.options import Options, When
+from fusion_compiler.options import Mode, OptionArguments, Options, When
 from fusion_compiler.patterns import (
     DEFAULT_PATTERNS,
     Pattern,
 )
 from fusion_compiler.runtime.builds import prepare
 
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+M = TypeVar("M", bound=nn.Module)
 
+
+class Arguments(OptionArguments, total=False):
+    """The keyword arguments of `compile`, for type checkers and editors."""
+
+    patterns: Sequence[Pattern]
+    mode: Mode | None
+    optimizer: Optimizer | None
+    when: When
+
+
+class Decorator(Protocol):
+    """`compile` without a model: a class stays that class, a module its type, a function its signature."""
+
+    @overload
+    def __call__(self, model: C) -> C: ...
+    @overload
+    def __call__(self, model: M) -> M: ...
+    @overload
+    def __call__(self, model: Callable[P, R]) -> CompiledFunction[P, R]: ...
+
+
+@overload
+def compile(model: None = None, **options: Unpack[Arguments]) -> Decorator: ...
+@overload
+def compile(model: C, **options: Unpack[Arguments]) -> C: ...
+@overload
+def compile(model: M, **options: Unpack[Arguments]) -> M: ...
+@overload
+def compile(model: Callable[P, R], **options: Unpack[Arguments]) -> CompiledFunction[P, R]: ...
 def compile(
     model: nn.Module | Callable[..., Any] | None = None,
     *,
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
-    mode: str | None = None,
+    mode: Mode | None = None,
     optimizer: Optimizer | None = None,
     when: When = "step",
-    **options: Any,
+    **options: Unpack[OptionArguments],
 ) -> Any:
     """Compile a module or function; the result is called, trained and saved like the original.
 
@@ -46,7 +85,7 @@ def compile(
     optimizer, when: an optimizer of the module, which is fused as by `fuse_optimizer(model, optimizer,
         when=when)` with this `backend` and `strict`; `.plan.optimizer` is the result. An optimizer that is
         fused already is fused anew. Copies of the compiled module have no optimizer.
-    options: the fields of `Options`.
+    options: the fields of `Options`, such as `strict=True`; help(fc.Options) describes each.
 
     The returned module shares the model's parameters, buffers and mode; its `.plan` holds the FusionPlan of
     every graph captured so far. Compilation happens at the first call, and again for inputs that do not fit
@@ -63,8 +102,10 @@ def compile(
     check_optimizer(model, optimizer, when)
     if inspect.isclass(model):
         return compiled_class(model, recompile)
-    if not callable(model):
-        raise NotCallableError(got=type(model).__name__)
+    target = check_callable(model)
+    if chosen.omit and not isinstance(model, nn.Module):
+        expected = "with an nn.Module; a function returns its loss alone"
+        raise InvalidOptionError(option="omit", value=chosen.omit, expected=expected)
     compiler = Compiler(chosen, patterns)
     if optimizer is not None and isinstance(model, nn.Module):
         from fusion_compiler.optimizer.fuse import fuse_anew  # where none is fused its modules are not read
@@ -78,7 +119,7 @@ def compile(
         prepare()  # while the model is captured
     compiler.plans.reporter = functools.partial(report, getattr(model, "__name__", type(model).__name__))
     return wrap(
-        model,
+        target,
         compiler.backend(),
         compiler.plans,
         recompile,
@@ -88,6 +129,8 @@ def compile(
         broke=compiler.broke,
         give_up=compiler.give_up,
         missed=compiler.missed,
+        omit=chosen.omit,
+        kept=compiler.kept,
     )
 
 
@@ -111,4 +154,8 @@ def dynamo_backend(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) ->
     """Compile a graph for `torch.compile(model, backend="fusion_compiler")`; options are as in `compile`."""
     settings = {**options.pop("options", {}), **options}
     patterns = settings.pop("patterns", DEFAULT_PATTERNS)
-    return Compiler(Options.of(**settings), patterns).backend()(gm, inputs)
+    chosen = Options.of(**settings)
+    if chosen.omit:
+        expected = "to fusion_compiler.compile(model): torch.compile calls the model itself"
+        raise InvalidOptionError(option="omit", value=chosen.omit, expected=expected)
+    return Compiler(chosen, patterns).backend()(gm, inputs)

@@ -12,6 +12,13 @@ import warnings
 from collections.abc import Iterable
 from typing import ClassVar, Protocol, runtime_checkable
 
+GENERATED = "torch.fx graph"  # stands for the file of code that torch.fx printed, which no file holds
+
+
+def is_generated(file: str) -> bool:
+    """True if a file is the name that torch.fx gives to the code of a graph."""
+    return file.startswith("<eval_with_key>")
+
 
 @runtime_checkable
 class Located(Protocol):
@@ -68,6 +75,13 @@ class NotCallableError(FusionError, TypeError):
 
     template = "compile() takes an nn.Module or a function, not {got}"
     next_step = "pass the model itself, not its output, class or state_dict"
+
+
+class ExportedProgramError(NotCallableError):
+    """compile() got an exported program, which cannot be called itself."""
+
+    template = "compile() takes an nn.Module or a function, not an ExportedProgram"
+    next_step = "compile its module: compile(program.module())"
 
 
 class TorchScriptError(FusionError, TypeError):
@@ -223,6 +237,13 @@ class EagerMethodError(FusionError, RuntimeError):
         "call the module that compile() returned, or compile this method: "
         "model.{method} = compile(model.{method})"
     )
+
+
+class OmittedFieldError(FusionError, ValueError):
+    """A module's result does not have the fields that are to be left out. Fields: omit, reason."""
+
+    template = "omit={omit!r} leaves nothing out: {reason}"
+    next_step = "name fields of a result that has a loss: return_dict=True, or a dict or dataclass"
 
 
 class MissingTritonError(FusionError, ImportError):
@@ -448,11 +469,11 @@ _MACHINERY = frozenset({"fusion_compiler", "torch", "contextlib", "functools", "
 
 
 def user_frame() -> tuple[str, int]:
-    """Return (file, line) of the innermost frame outside the compiler and PyTorch."""
+    """Return (file, line) of the innermost frame outside the compiler, PyTorch and the code of fx graphs."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in _MACHINERY:
+        if name.partition(".")[0] not in _MACHINERY and not is_generated(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
@@ -477,7 +498,7 @@ class WarnOnce:
         token = object()
         if self._seen.setdefault(key, token) is not token:  # one atomic step: kernels compile in threads
             return False
-        if isinstance(where, Located):
+        if isinstance(where, Located) and where.file != GENERATED:
             file, line = where.file, where.line
         else:
             file, line = user_frame()

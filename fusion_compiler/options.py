@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, TypedDict, get_args
+
+import torch
 
 from fusion_compiler.errors import (
     ContradictoryOptionsError,
@@ -13,9 +15,14 @@ from fusion_compiler.errors import (
 )
 from fusion_compiler.ir.device import device_spec
 
-BACKENDS = ("auto", "interpret", "eager")
+Backend = Literal["auto", "interpret", "eager"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 When = Literal["step", "backward", "forward", "auto"]  # when an optimizer's parameters are updated
-NUMERICS = ("float32", "eager")
+Numerics = Literal["float32", "eager"]
+NUMERICS: tuple[str, ...] = get_args(Numerics)
+Products = Literal["auto", "measured", "always"]
+PRODUCTS: tuple[str, ...] = get_args(Products)
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 # Names of torch.compile for sets of these options.
 MODES: dict[str | None, dict[str, object]] = {
     None: {},
@@ -59,14 +66,19 @@ class Options:
     memory: a limit for the peak of a backward pass, arguments aside: "fast" for the use that costs almost no
         time, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others computed
         again, until an estimate is within the limit; if none is, the least is taken, and the plan says so.
+    products: matrix products with many rows in one kernel with what is behind them: "auto" where that was
+        measured to be faster, on devices of which measurements are known; "measured" on any device;
+        "always" wherever it is possible. Without a GPU predictions decide.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
     disable: names of passes to leave out, as `fusion-compiler passes` lists them.
+    omit: names of fields of a module's result that are None in training, beside its `loss`, such as
+        ("logits",): then a loss of large logits runs in chunks, also within a Trainer (docs/losses.md).
 
     Raises InvalidOptionError or UnsupportedDeviceError for a value out of range.
     """
 
-    backend: str = "auto"
-    numerics: str = "float32"
+    backend: Backend = "auto"
+    numerics: Numerics = "float32"
     dynamic: bool | None = None
     verify: bool = False
     strict: bool = False
@@ -77,11 +89,13 @@ class Options:
     graph_memory: float | int = 0.125
     dependent_launch: bool | Literal["auto"] = "auto"
     memory: float | int | Literal["fast"] = "fast"
+    products: Products = "auto"
     progress: bool = True
     disable: tuple[str, ...] = ()
+    omit: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS)):
+        for option, allowed in (("backend", BACKENDS), ("numerics", NUMERICS), ("products", PRODUCTS)):
             value = getattr(self, option)
             if value not in allowed:
                 raise InvalidOptionError(option=option, value=value, expected="one of " + ", ".join(allowed))
@@ -103,12 +117,13 @@ class Options:
         if not _is_budget(self.memory):
             expected = '"fast", a fraction from 0.0 to 1.0, or a number of bytes above 1'
             raise InvalidOptionError(option="memory", value=self.memory, expected=expected)
-        if isinstance(self.disable, str):
-            expected = "a tuple of names of passes"
-            raise InvalidOptionError(option="disable", value=self.disable, expected=expected)
-        object.__setattr__(self, "disable", tuple(self.disable))
+        for option, names in (("disable", "passes"), ("omit", "fields of the model's result")):
+            value = getattr(self, option)
+            if isinstance(value, str):
+                raise InvalidOptionError(option=option, value=value, expected=f"a tuple of names of {names}")
+            object.__setattr__(self, option, tuple(value))
         if self.device is not None:
-            device_spec(self.device)
+            _check_device(self.device)
 
     @property
     def schedules(self) -> int:
@@ -119,8 +134,8 @@ class Options:
     def of(cls, *, mode: str | None = None, **options: object) -> Options:
         """Return options from keyword arguments; mode: one of MODES, which sets several of them at once.
 
-        Raises UnknownOptionError for a name that is no option, and ContradictoryOptionsError if an option
-        differs from the mode's.
+        Raises UnknownOptionError for a name that is no option, InvalidOptionError for `options`, which only
+        torch.compile takes, and ContradictoryOptionsError if an option differs from the mode's.
         """
         if mode not in MODES:
             expected = "one of " + ", ".join(name for name in MODES if name)
@@ -131,12 +146,46 @@ class Options:
                     mode=mode, option=option, means=value, given=options[option]
                 )
         names = [*(field.name for field in fields(cls)), "mode"]
+        if "options" in options:
+            expected = "as keyword arguments: compile(model, **options)"
+            raise InvalidOptionError(option="options", value=options["options"], expected=expected)
         for option in options:
             if option not in names:
                 raise UnknownOptionError(
                     option=option, suggestion=closest(option, names), known=", ".join(names)
                 )
         return cls(**options)  # pyright: ignore[reportArgumentType]  __post_init__ checks the values
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of `Options` as keyword arguments, for type checkers and editors."""
+
+    backend: Backend
+    numerics: Numerics
+    dynamic: bool | None
+    verify: bool
+    strict: bool
+    fullgraph: bool
+    device: str | None
+    tune: bool | Literal["all"]
+    cudagraphs: bool | Literal["auto"]
+    graph_memory: float | int
+    dependent_launch: bool | Literal["auto"]
+    memory: float | int | Literal["fast"]
+    progress: bool
+    disable: tuple[str, ...]
+    omit: tuple[str, ...]
+    products: Products
+
+
+def _check_device(device: str) -> None:
+    """Raise UnsupportedDeviceError for an unknown name, and InvalidOptionError for a CPU or an absent GPU."""
+    kind, _, index = str(device).partition(":")
+    if kind in ("cpu", "meta") or (kind == "cuda" and int(index or 0) >= torch.cuda.device_count()):
+        reason = f"this machine has no device {device}" if kind == "cuda" else "kernels are made for GPUs"
+        expected = f"the name of the GPU to plan for, such as 'h200': {reason}"
+        raise InvalidOptionError(option="device", value=str(device), expected=expected)
+    device_spec(device)
 
 
 def _is_budget(value: object) -> bool:

@@ -380,7 +380,14 @@ def _defaults() -> tuple[Pattern, ...]:
     )
 
 
-DEFAULT_PATTERNS: tuple[Pattern, ...] = _defaults()
+class _Defaults(tuple[Pattern, ...]):
+    """The patterns that ship print as their name, as signatures show them; any part of them is a tuple."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT_PATTERNS"
+
+
+DEFAULT_PATTERNS: tuple[Pattern, ...] = _Defaults(_defaults())
 
 
 def text_of_patterns(patterns: Sequence[Pattern]) -> list[Any]:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
+from fusion_compiler.passes.fuse.choice import PRODUCTS
 from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS
 from fusion_compiler.passes.rewrites.attention_mask import ATTENTION_MASK
 from fusion_compiler.passes.rewrites.attention_operands import (
@@ -64,6 +65,7 @@ PASSES: tuple[Pass, ...] = (
     CHUNKED_LOSS,
     CHUNKED_GRADIENT,
     IN_PLACE_WRITES,
+    PRODUCTS,
 )
 NAMES = tuple(each.name for each in PASSES)
 

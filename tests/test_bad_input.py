@@ -20,8 +20,10 @@ from fusion_compiler.compiler.runners import Runners
 from fusion_compiler.errors import (
     FusionWarning,
     InternalError,
+    InvalidOptionError,
     KernelError,
     NotCallableError,
+    OptimizerStepError,
     PatternConflictError,
     UnknownOptionError,
     UnsupportedDtypeError,
@@ -182,6 +184,45 @@ def test_not_a_model_and_not_an_option() -> None:
             fc.compile(thing)  # type: ignore[arg-type]
     with pytest.raises(UnknownOptionError, match="did you mean 'numerics'"):
         fc.compile(torch.sin, numeric="eager")
+
+
+def test_an_exported_program_is_an_error_that_names_its_module() -> None:
+    x = torch.randn(2, 8)
+    program = torch.export.export(Model().eval(), (x,))
+    for compiled in (fc.compile, lambda model: fc.explain(model, x)):
+        with pytest.raises(NotCallableError, match=r"compile\(program\.module\(\)\)"):
+            compiled(program)
+    fast = fc.compile(program.module(), backend="eager")
+    torch.testing.assert_close(fast(x), program.module()(x))
+
+
+def test_options_of_torch_compile_are_keyword_arguments_here() -> None:
+    with pytest.raises(InvalidOptionError, match=r"compile\(model, \*\*options\)"):
+        fc.compile(torch.sin, options={"numerics": "eager"})  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cpu", torch.device("meta")])
+def test_a_device_that_cannot_be_planned_for_is_an_error(device: Any) -> None:
+    for planned in (fc.compile, lambda model, device: fc.explain(model, torch.ones(3), device=device)):
+        with pytest.raises(InvalidOptionError, match=r"give device the name of the GPU to plan for"):
+            planned(torch.sin, device=device)
+
+
+def test_cuda_is_an_error_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    with pytest.raises(InvalidOptionError, match="this machine has no device cuda"):
+        fc.compile(torch.sin, device="cuda")
+
+
+def test_another_models_optimizer_is_an_error() -> None:
+    model, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(other.parameters())
+    for fused in (fc.fuse_optimizer, lambda model, optimizer: fc.compile(model, optimizer=optimizer)):
+        with pytest.raises(OptimizerStepError, match="none of its parameters belongs to this Linear"):
+            fused(model, optimizer)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()])
+    assert fc.fuse_optimizer(model, both).optimizer is both
 
 
 def root(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.__main__ import BENCHMARKS, module_of, parse
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness.record import ROOT
-from benchmarks.kernels import depthwise
+from benchmarks.kernels import depthwise, products
 from benchmarks.kernels.case import PHASES, Case
 from benchmarks.kernels.measure import leaves, run
 from benchmarks.kernels.sizes import ALL_CASES, sweep
@@ -28,6 +28,7 @@ CALLS = {
     "sweep": (("--filter", "^softmax, 256 wide, forward$", "--only", "eager"), "softmax, 256 wide"),
     "depthwise": (("--filter", "PoolFormer, small, inference", "--only", "eager"), "pooling, forward"),
     "descriptors": (("--filter", "PoolFormer, small, inference"), "addcmul_relu_avg_pool2d"),
+    "products": (("--filter", "^(4096|down).*(4096|ViT)", "--only", "library|fused"), "share of cuBLAS"),
     "schedules": (("--filter", "chunked SwiGLU", "--limit", "1", "--budget", "0"), "first choice"),
     "overhead": (("--filter", "nothing", "--only", "eager"), "computes nothing, step"),
     "channel-order": (("--filter", "^odd bf16 64x33x"), "1 of 1"),
@@ -41,6 +42,7 @@ CALLS = {
     "optimizer": (("--filter", "parameters, SGD", "--only", "^foreach$"), "of copy"),
     "compile-time": (("--filter", "ViT", "--only", "nobody"), "ViT, 12 layers"),
     "links": (("--filter", "^2 processes, (raw|default)"), "fewer"),
+    "machines": (("--filter", "U-Net"), "times as fast as equal layers"),
     "architectures": (("--filter", "^gpt2$", "--backend", "eager"), "1 same"),
 }
 
@@ -75,7 +77,7 @@ def test_the_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     monkeypatch.setattr(reports, "picture", lambda file: None)
     readme.main(parse(["readme"]))
-    for page in ("docs/performance.md", "docs/optimizer.md"):
+    for page in ("docs/figures.md", "docs/optimizer.md"):
         assert (tmp_path / page).read_text() == (ROOT / page).read_text()
 
 
@@ -102,6 +104,15 @@ def test_every_case_runs_at_its_real_sizes(cases: tuple[Case, ...]) -> None:
                 gradients = [torch.empty_like(o) for o in outputs]
                 run(case.fn, inputs, case.differentiate, gradients)
                 assert case.backward_bytes(inputs, outputs) > 0, case.name
+
+
+def test_every_product_runs_at_its_real_size() -> None:
+    cases = (*products.ALONE, *products.FUSED)
+    assert len(products.FUSED) == 24 and len({case.name for case in cases}) == len(cases)
+    with FakeTensorMode():
+        for case in cases:
+            results = products.results_of(case.fn(*case.inputs("cpu", quick=False)))
+            assert {result.shape[0] for result in results} & {case.shapes[0][0]}
 
 
 @pytest.mark.parametrize("workload", (*UNTUNED, *DECODERS, *STEPS), ids=lambda w: w.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def test_every_example_is_run_here() -> None:
     here = Path(__file__).read_text()
-    names = [file.stem for file in EXAMPLES.glob("*.py") if file.stem != "__init__"]
-    assert names
-    assert [n for n in names if f"{n}.main(" not in here] == []
+    names = {file.stem for file in EXAMPLES.glob("*.py")} - {"__init__", "helpers"}
+    table = (EXAMPLES / "README.md").read_text()
+    assert names == set(re.findall(r"^\| \[(\w+)\.py\]", table, re.MULTILINE))
+    assert [n for n in sorted(names) if f"{n}.main(" not in here] == []
 
 
 def test_demo_shows_plan_kernel_errors_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import networkx as nx
+import pytest
 
 import fusion_compiler as fc
 
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "passes.chunks", "passes.fuse", "passes.patterns", "passes.rewrites", "pipeline",
     },
     "api": {"errors", "options", "patterns", "runtime", "capture", "optimizer", "compiler", "report"},
-    "pipeline": {"ir", "ops", "passes.chunks", "passes.rewrites"},
+    "pipeline": {"ir", "ops", "passes.chunks", "passes.fuse", "passes.rewrites"},
     "optimizer": {
         "errors", "ir", "ops", "options", "schedule", "codegen", "runtime", "capture", "passes.lower",
     },
@@ -228,19 +229,54 @@ def test_torch_compile_finds_the_backend_of_an_installed_package(tmp_path: Path)
     assert run_installed(source, tmp_path, code) == "equal"
 
 
+@pytest.mark.parametrize("order", ["fusion_compiler, torch", "torch, fusion_compiler", "first"])
+def test_importing_the_package_is_enough_for_torch_compile(tmp_path: Path, order: str) -> None:
+    """It is not installed here, and PyTorch is imported and used before it or after it."""
+    for item in Path(sysconfig.get_path("purelib")).iterdir():
+        if "fusion_compiler" not in item.name:
+            (tmp_path / item.name).symlink_to(item)
+    code = (
+        f"import sys; sys.path += [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
+        "import importlib.metadata as metadata\n"
+        "assert not metadata.entry_points(group='torch_dynamo_backends', name='fusion_compiler')\n"
+        f"first = {order == 'first'}\n"
+        "if first:\n"
+        "    import torch\n"
+        "    assert 'fusion_compiler' not in torch._dynamo.list_backends()\n"
+        f"import {order.replace('first', 'fusion_compiler')}\n"
+        "fast = torch.compile(lambda x: torch.tanh(x) * 2, backend='fusion_compiler',"
+        " options={'backend': 'interpret', 'strict': True})\n"
+        "x = torch.randn(3, 5)\n"
+        "torch.testing.assert_close(fast(x), torch.tanh(x) * 2)\n"
+        "assert 'fusion_compiler' in torch._dynamo.list_backends()\n"
+        "print('equal')\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, fusion_compiler; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_the_readme_promises_what_there_is() -> None:
     readme = (ROOT / "README.md").read_text()
     for name in set(re.findall(r"\bfc\.(\w+)", readme)):
         assert hasattr(fc, name), f"README.md speaks of fc.{name}"
-    table = readme.split("## Options of")[1].split("## ")[0]
+    assert len(readme.splitlines()) <= 120
+
+
+def test_the_page_of_options_has_every_option_with_its_default() -> None:
+    table = (ROOT / "docs" / "options.md").read_text().split("## ")[0]
     shown = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.MULTILINE))
     parameters = inspect.signature(fc.compile).parameters.values()
     keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert set(shown) == {field.name for field in fields(fc.Options)} | set(keywords)
     for field in fields(fc.Options):
         assert ast.literal_eval(shown[field.name]) == field.default, field.name
-    for file in re.findall(r"\]\(([\w./]+)\)", readme):
-        assert (ROOT / file).exists(), file
 
 
 def test_the_versions_that_are_supported_are_those_that_can_be_tested() -> None:

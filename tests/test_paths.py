@@ -26,7 +26,7 @@ NAME = re.compile(r"`([a-z_]\w*(?:\.(?!(?:py|md|js|css|csv|html|json|txt|toml)`)
 # Files of a user's in examples, and PyTorch's.
 FOREIGN = {"model.py", "file.py", "FILE.py", "encoder_layer.py", "torch/_inductor/pattern_matcher.py"}
 # What the pages speak of by the name of a variable.
-OBJECTS = {"fc": fc, "plan": FusionPlan, "report": Report}
+OBJECTS = {"fc": fc, "fused": fc.FusedOptimizer, "plan": FusionPlan, "report": Report}
 
 
 def modules() -> dict[str, Path]:

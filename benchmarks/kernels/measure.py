@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import re
@@ -25,6 +26,7 @@ from benchmarks.harness.timing import Yardstick, budget, copies_for, device_time
 from benchmarks.kernels.bars import cliffs, report, show, summarize
 from benchmarks.kernels.case import PHASES, Case, as_tuple, copy_of
 from benchmarks.kernels.sizes import ALL_CASES
+from fusion_compiler.ir.device import device_spec
 
 Entrants = dict[str, tuple[Compile, Callable[..., object]]]
 
@@ -126,12 +128,26 @@ def measure(
     device = truth.gradients[0].device
     measured = device_time(lambda: run(timed, next(turns), wrt, gradients), device, repetitions)
     if hasattr(timed, "plan"):
-        cell["predicted_us"] = sum(cluster.cost.us for plan in timed.plan for cluster in plan.clusters)
+        costs = [cluster.cost.us for plan in timed.plan for cluster in plan.clusters]
+        cell["predicted_us"] = sum(max(0.0, us - pause_us(device)) for us in costs)
     return cell | {
         "us": measured.seconds * 1e6,
         "kernels": measured.kernels,
         "names": [name[:80] for name in measured.names][:6],
     }
+
+
+@functools.cache
+def pause_us(device: torch.device) -> float:
+    """Microseconds between two kernels of a stream. The cost of a cluster has one, and device time has none.
+
+    It is the period of launches (`DeviceSpec.launch_us`) less the time of a kernel with one element.
+    """
+    if device.type != "cuda":
+        return 0.0
+    element = torch.zeros(1, device=device)
+    shortest = device_time(element.zero_, device, repetitions=100).seconds * 1e6
+    return max(0.0, device_spec(device).launch_us - shortest)
 
 
 @dataclass

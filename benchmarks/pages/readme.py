@@ -1,8 +1,9 @@
-"""python -m benchmarks readme: the plan and figures of the README, and of pages of docs, rewritten.
+"""python -m benchmarks readme: write the plan and the figures of README.md and of pages in docs/.
 
-Between its marks README.md holds nothing that a person wrote. The plan is that of
-BERT-large's encoder layer, planned here and now. The figures come from benchmarks/results/*.json: tables,
-means, and the command and commit that made them; a benchmark without a result file has no table.
+A person writes nothing between the marks of these files. The plan in README.md is what the program in
+README.md prints. Figures come from benchmarks/results/*.json: README.md has one table of headlines,
+docs/figures.md has every table with the command and the commit that measured it. A benchmark without a result
+file has no table.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,25 @@ from typing import Any
 from benchmarks.decoding import decode
 from benchmarks.harness import tables
 from benchmarks.harness.record import ROOT
-from benchmarks.harness.tables import Row, cell_of, counted, figure, lines_of, markdown, value
+from benchmarks.harness.tables import (
+    Row,
+    cell_of,
+    counted,
+    figure,
+    geometric_mean,
+    lines_of,
+    markdown,
+    over,
+    value,
+)
 from benchmarks.kernels import bars, sweep
 from benchmarks.kernels.case import FIRST_TABLE, PHASES
 from benchmarks.models import measure as steps
 from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages import reports as pages
+from benchmarks.pages.programs import module_of, programs, run
 from benchmarks.pages.reports import rewritten
+from fusion_compiler.errors import FusionWarning
 
 FIGURES = "figures: written by python -m benchmarks readme"
 PLAN = "plan: written by python -m benchmarks readme"
@@ -56,23 +70,27 @@ def kernels_text(result: dict[str, Any]) -> str:
         for case in dict.fromkeys(case for case, _ in named)
     ]
     header = ["cluster", *(f"{name} {'fwd' if phase == PHASES[0] else 'fwd+bwd'}" for phase, name in columns)]
-    summary = result["summary"]
+    summary = result.get("summary", {})
     means = [f"{mean:.2f}x ({name})" for name, mean in summary.items() if " vs " in name]
     if "prediction: mean error" in summary:
         means.append(
             f"predicted times are off by {summary['prediction: mean error']:.0%} on average, "
             f"rank correlation {summary['prediction: rank correlation']:.2f}"
         )
-    lead = "Fraction of the device's copy bandwidth (each input read once, each output written once):"
+    lead = (
+        "## Twelve kernels\n\n"
+        "Fraction of the device's copy bandwidth (each input read once, each output written once):"
+    )
     mean = f"Geometric mean of time saved: {', '.join(means)}. {origin(result)}"
     return "\n\n".join([lead, markdown(header, lines), mean])
 
 
 STEPS = (
+    "## Training and inference steps\n\n"
     "Wall time of one step and GPU time of its kernels, memory at the peak and between steps, and our error "
     "over eager's (both against a wider run):"
 )
-NETS = "Other nets, the same way:"
+NETS = "### Other networks\n\nMeasured in the same way:"
 
 
 def models_text(result: dict[str, Any], lead: str = STEPS) -> str:
@@ -96,13 +114,14 @@ def decode_text(result: dict[str, Any]) -> str:
     held = counted(decode.bars(rows, bandwidth))
     return "\n\n".join(
         [
+            "## One token\n\n"
             "Wall time of one token, after a prompt in a static cache, in a run of sixty-four (GPU time of "
             "its kernels, which overlap), the host's part, and the share of the copy bandwidth that the "
             "bytes of a token draw; `graphs` is torch.compile with its own CUDA graphs, `autotune` its "
             "max-autotune with them:",
             markdown(*lines_of(decode.columns(bandwidth), rows)),
-            f"{held}; why others are not, says "
-            f"[docs/performance.md](docs/performance.md#one-token-at-a-time). {origin(result)}",
+            f"{held}; [performance.md](performance.md#one-token-at-a-time) says what limits the others.",
+            origin(result),
         ]
     )
 
@@ -125,7 +144,7 @@ def optimizer_text(result: dict[str, Any]) -> str:
 
 
 def text_of(results: Path) -> str:
-    """Return the block between the README's marks."""
+    """Return the tables of twelve kernels, of steps and of tokens."""
     nets_text = functools.partial(models_text, lead=NETS)
     writers = {"kernels": kernels_text, "models": models_text, "nets": nets_text, "decode": decode_text}
     return "\n\n".join(parts_of(results, writers))
@@ -136,18 +155,67 @@ def optimizer_page(results: Path) -> str:
     return "".join(parts_of(results, {"optimizer": optimizer_text}))
 
 
-def plan_text() -> str:
-    """What explain says of BERT-large's encoder layer, up to the end of its forward pass."""
-    head, _, _ = str(pages.report(*pages.SIZES[0])).partition("\n\nplan graph0.backward")
-    return pages.quoted(head)
+# README.md
 
 
-# docs/performance.md
+def plan_text(page: str) -> str:
+    """Run the program of README.md, which is saved as model.py, and return what it prints."""
+    program = [programs(page)[0].lstrip("\n")]
+    with module_of("program_of_readme", {}) as module, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusionWarning)  # without a GPU: that no kernel runs
+        return pages.quoted(run(program, "model.py", module).strip())
 
-HEAD = """*Fraction* is the time that a device-to-device copy of the ideal bytes (each input read once, each
-output written once) takes in the same run, divided by the GPU time of the cluster's kernels. A *bar* is the
-fraction to reach; beside a friendly size that reaches more than .95 an unfriendly one has to reach .80.
-Ratios are the peer's time divided by ours."""
+
+def headline(name: str, rows: Sequence[Row], key: str, peers: Sequence[str]) -> list[str]:
+    """Return a line of the table of README.md: cases, and the times of peers and eager over ours."""
+    pairs = [(over(value(r, peers, key), ours), over(value(r, "eager", key), ours))
+             for r in rows if (ours := value(r, "ours", key))]  # fmt: skip
+    compiled = [ratio for ratio, _ in pairs if ratio is not None]
+    eager = [ratio for _, ratio in pairs if ratio is not None]
+    ends = [min(compiled, default=None), max(compiled, default=None)]
+    mean = geometric_mean(eager) if len(eager) == len(compiled) else None
+    return [name, str(len(compiled)), *map(figure, (geometric_mean(compiled), *ends, mean))]
+
+
+COMPILED = ("compile", "graphs", "autotune")  # the forms of torch.compile
+HEADLINES: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
+    ("kernels, forward", "kernels", "us", lambda row: row["phase"] == PHASES[0]),
+    ("kernels, forward and backward", "kernels", "us", lambda row: row["phase"] == PHASES[1]),
+    ("steps of language and vision models", "models", "step_ms", lambda row: True),
+    ("steps of other networks", "nets", "step_ms", lambda row: True),
+    ("one generated token", "decode", "step_ms", lambda row: True),
+)
+
+
+def headlines(results: Path) -> str:
+    """Return the table of README.md with device and versions."""
+    lines: list[list[str]] = []
+    measured: dict[str, None] = {}
+    for name, benchmark, key, chosen in HEADLINES:
+        file = results / f"{benchmark}.json"
+        if not file.exists():
+            continue
+        result = json.loads(file.read_text())
+        lines.append(headline(name, [r for r in result["rows"] if chosen(r)], key, COMPILED))
+        versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
+        measured[f"{result['device']} with {versions}"] = None
+    header = ["time of the peer / our time", "cases", "x torch.compile", "least", "most", "x eager"]
+    return "\n\n".join(
+        [
+            markdown(header, lines),
+            f"Measured on {'; '.join(measured)}. Times are GPU times of kernels and wall times of steps and "
+            "tokens; means are geometric. Of the forms of torch.compile (default, with CUDA graphs, "
+            "max-autotune) the fastest one that was measured counts.",
+        ]
+    )
+
+
+# docs/figures.md
+
+HEAD = """*Fraction* is the time of a device-to-device copy of the ideal bytes (each input read once, each
+output written once) in the same run, divided by the GPU time of the cluster's kernels. A *bar* is the
+fraction to reach. If a size reaches more than 0.95, an unfriendly neighbour of it has to reach 0.80. Ratios
+are the peer's time divided by ours."""
 PEERS = ("compile", "autotune", "liger")
 
 
@@ -156,7 +224,7 @@ def clusters_text(result: Mapping[str, Any]) -> str:
     families = list(dict.fromkeys(bars.family_of(r) for r in rows))
     summary = bars.summarize(rows)
     means = f"Over all cases: {', '.join(bars.means_of(summary))}."
-    parts = ["## Clusters", markdown(*bars.family_lines(summary, PEERS)), means]
+    parts = ["## All kernels", HEAD, markdown(*bars.family_lines(summary, PEERS)), means]
     for family in families:
         parts += [f"### {family[0].upper()}{family[1:]}", family_table(family, rows)]
     return "\n\n".join([*parts, origin(result)])
@@ -199,14 +267,14 @@ def schedules_text(result: Mapping[str, Any]) -> str:
 
 
 def page_of(results: Path) -> str:
-    """Return what stands between the marks of docs/performance.md."""
+    """Return what is between the marks of docs/figures.md."""
     writers = {"kernels": clusters_text, "sweep": sweep_text, "schedules": schedules_text}
-    return "\n\n".join([HEAD, *parts_of(results, writers)])
+    return "\n\n".join([text_of(results), *parts_of(results, writers)])
 
 
-def write_performance(results: Path, folder: Path) -> None:
-    """Write the figures of docs/performance.md between its marks, and the picture that it shows."""
-    page = folder / "performance.md"
+def write_figures(results: Path, folder: Path) -> None:
+    """Write the figures of docs/figures.md between its marks, and the picture that it shows."""
+    page = folder / "figures.md"
     page.write_text(rewritten(page.read_text(), FIGURES, page_of(results)))
     file = results / "sweep.json"
     if file.exists():
@@ -216,9 +284,9 @@ def write_performance(results: Path, folder: Path) -> None:
 def main(options: argparse.Namespace) -> None:
     results = options.json.parent if options.json else RESULTS
     page = ROOT / "README.md"
-    readme = rewritten(page.read_text(), FIGURES, text_of(results))
-    page.write_text(rewritten(readme, PLAN, plan_text()))
-    write_performance(results, ROOT / "docs")
+    readme = rewritten(page.read_text(), FIGURES, headlines(results))
+    page.write_text(rewritten(readme, PLAN, plan_text(readme)))
+    write_figures(results, ROOT / "docs")
     page = ROOT / "docs" / "optimizer.md"
     page.write_text(rewritten(page.read_text(), FIGURES, optimizer_page(results)))
     pages.write(ROOT / "docs")

@@ -13,7 +13,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch import nn
@@ -30,7 +30,8 @@ from torch._dynamo.utils import counters, graph_break_reasons
 from fusion_compiler.capture.capture import Backend, raising
 from fusion_compiler.capture.dynamo import dynamo_compiled
 from fusion_compiler.capture.entries import compiled_methods, other_methods, watched
-from fusion_compiler.errors import FusionError, NotCallableError
+from fusion_compiler.capture.omitted import kept_of, omitting
+from fusion_compiler.errors import ExportedProgramError, FusionError, NotCallableError
 from fusion_compiler.ir.breaks import GraphBreak, breaks_since, distinct, of_error
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.ir.plan import FusionPlan
@@ -54,7 +55,7 @@ class Plans(Sequence[FusionPlan]):
         self._stages = stages or Stages()
         self._plans: list[FusionPlan] = []
         self._left: list[str] = []
-        self.verification = Verification()
+        self.verification: Verification = Verification()
         self.breaks: tuple[GraphBreak, ...] = ()
         self.called = False
         self.optimizer: Any = None
@@ -104,7 +105,11 @@ class Plans(Sequence[FusionPlan]):
         return iter(tuple(self._plans))
 
     def __repr__(self) -> str:
-        return f"Plans({', '.join(p.name for p in self._plans)})"
+        return f"<Plans: {', '.join(map(repr, self._plans)) or 'none yet'}>"
+
+    def _repr_html_(self) -> str | None:
+        """Return the page of the report, as a notebook shows it, or None if there is no plan yet."""
+        return self.report()._repr_html_() if self._plans else None
 
     def __str__(self) -> str:
         table = [f"verified\n{self.verification}"] if self.verification.rows else []
@@ -145,11 +150,15 @@ class CompiledModule(nn.Module):
         return self._fusion_recompile(copy.deepcopy(self._fusion_model, memo))
 
 
-class CompiledFunction:
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class CompiledFunction(Generic[P, R]):
     """A compiled function is called like the function, and has its name, signature and docstring."""
 
     def __init__(
-        self, function: Callable[..., Any], run: Callable[..., Any], plans: Plans, recompile: Recompile
+        self, function: Callable[P, R], run: Callable[P, R], plans: Plans, recompile: Recompile
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._run, self._plans, self._recompile = function, run, plans, recompile
@@ -174,7 +183,10 @@ class CompiledFunction:
         """
         return plan_of(self).why(a, b)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __repr__(self) -> str:
+        return f"<compiled {self._function!r}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._run(*args, **kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
@@ -196,6 +208,8 @@ def wrap(
     broke: Callable[[Sequence[GraphBreak]], None] | None = None,
     give_up: Callable[[str, Exception], None] = raising,
     missed: Callable[[str, str], None] = lambda model, method: None,
+    omit: tuple[str, ...] = (),
+    kept: Callable[[str], None] = lambda reason: None,
 ) -> Any:
     """Return `target` compiled through `backend`: a module of the same class, or a CompiledFunction.
 
@@ -206,11 +220,14 @@ def wrap(
     give_up(name, error): told that a call ran eager, as TorchDynamo failed to capture it. It may raise.
     missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
         compiled module is called.
+    omit: fields of a module's result that are None in training (`omitted.omitting`). kept(reason): told of a
+        result that does not have them.
     """
     is_full = fullgraph or strict
     compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)
     if isinstance(target, nn.Module):
-        return _compiled_module(target, compiling.compiled, plans, recompile, missed)
+        omitted = functools.partial(_omitting, compiling.compiled, omit, kept) if omit else compiling.compiled
+        return _compiled_module(target, compiling.compiled, plans, recompile, missed, omitted)
     return CompiledFunction(target, compiling.compiled(target), plans, recompile)
 
 
@@ -257,7 +274,7 @@ class _Compiling:
                 if rarely is not None:
                     rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
-                    self.broke(breaks_since(before, began))
+                    self.broke(breaks_since(before, began, getattr(function, "__qualname__", "the model")))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
             failures += 1
             self.give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)
@@ -296,6 +313,15 @@ def plain(target: Any) -> Any:
         target = inner
 
 
+def check_callable(model: Any) -> Any:
+    """Return a model. Raise NotCallableError, or ExportedProgramError, if it cannot be called."""
+    if isinstance(model, torch.export.ExportedProgram):
+        raise ExportedProgramError
+    if not callable(model):
+        raise NotCallableError(got=type(model).__name__)
+    return model
+
+
 def compiled_class(cls: type, recompile: Recompile) -> type:
     """Return a subclass of `cls` by the same name whose instances are compiled: a module's forward, another's
     __call__. Raise NotCallableError for a class without such a method."""
@@ -312,12 +338,31 @@ def plan_of(compiled: object) -> Plans:
     return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
 
 
+def _omitting(
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
+    omit: tuple[str, ...],
+    kept: Callable[[str], None],
+    forward: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Return a module's forward, compiled without the results that are to be left out."""
+    run = compiled(omitting(forward, omit))
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, *args, **kwargs)
+        if self.training and torch.is_grad_enabled() and (reason := kept_of(result, omit)):
+            kept(reason)
+        return result
+
+    return functools.update_wrapper(call, forward)
+
+
 def _compiled_module(
     model: nn.Module,
     compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
     plans: Plans,
     recompile: Recompile,
     missed: Callable[[str, str], None],
+    compiled_forward: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> nn.Module:
     original = type(model)
 
@@ -332,7 +377,7 @@ def _compiled_module(
 
     @functools.cache
     def forward_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        run = compiled(
+        run = compiled_forward(
             original.forward if forward is None else lambda _, *args, **kwargs: forward(*args, **kwargs)
         )
         return compiled_method(original.forward, run)

@@ -21,14 +21,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from fusion_compiler.ir.decision import Decision, Outcome
-from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.device import GEMM_SHARE, DeviceSpec
 from fusion_compiler.ir.effects import has_effect, is_random
+from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ops.own import max_pool
 
 Budget = float | int | Literal["fast"]
 Choose = Callable[..., list[fx.Node]]
 Note = Callable[[Decision], None]
-GEMM_SHARE = 0.74  # a product's share of the tensor units' peak rate, as in the cost model
 STEPS = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)  # values of the partitioner's budget to try
 
 
@@ -122,7 +122,7 @@ def _tensors(node: fx.Node) -> Iterator[fx.Node]:
 
 def _described(most: float, lowest: int, fast: int) -> str:
     kept = "at the peak of backward" if lowest <= most else "is the least that was found"
-    reached, allowed, faster = (f"{size / 1e6:.1f} MB" for size in (lowest, most, fast))
+    reached, allowed, faster = map(human_bytes, (lowest, int(most), fast))
     return f"{reached} {kept}, {allowed} allowed, {faster} where time alone counts"
 
 

@@ -307,7 +307,7 @@ def doctor(chosen: argparse.Namespace) -> int:
 
 def _complain(error: Exception, code: int) -> int:
     """Print what went wrong and where in the user's code; FUSION_DEBUG adds the traceback."""
-    if os.environ.get("FUSION_DEBUG", "").strip() not in ("", "0"):
+    if os.environ.get("FUSION_DEBUG", "").strip().lower() not in ("", "0", "false", "no", "off"):
         traceback.print_exception(error)
     lines = str(error).splitlines() if isinstance(error, FusionError) else [brief(error)]
     if getattr(error, "where", None) is None and code == FAILED:

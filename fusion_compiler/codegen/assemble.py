@@ -14,8 +14,10 @@ import sympy
 import torch
 
 from fusion_compiler.codegen.aligned_rows import AlignedRowEmitter
+from fusion_compiler.codegen.carrying import CarryingEmitter
 from fusion_compiler.codegen.chains import ChainEmitter
 from fusion_compiler.codegen.exchange import mailbox, messages, messages_of
+from fusion_compiler.codegen.matrix_products import MatrixEmitter, multiplies_matrices
 from fusion_compiler.codegen.names import GLOBAL
 from fusion_compiler.codegen.passes import (
     checked_late,
@@ -49,9 +51,11 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.loops import Store as LoopStore
 from fusion_compiler.ops.syntax import Expression, Global, Literal, Name, Variable, lift, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, along_rows_first
+from fusion_compiler.schedule.carried import Carried
 from fusion_compiler.schedule.placement import Place, Placement
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.shapes import WORD
+from fusion_compiler.schedule.tile_products import is_chained
 
 # With this many registers a thread, a multiprocessor still holds the dozen warps that keep memory busy.
 ENOUGH_REGISTERS = 128
@@ -293,11 +297,14 @@ class Part:
 
     def emitter(self) -> Emitter:
         nest = PlacedNest(self.a, self.placement, self.pointers, self.dtypes, self.empty)
+        carried = {n: of for n, of in self.run.carried.items() if isinstance(of, Carried)}
+        if self.run.sharing is not None and (carried or is_chained(self.a, self.placement)):
+            return CarryingEmitter(nest, self.run.sharing, carried)
         if self.run.sharing is not None:
             return ChainEmitter(nest, self.run.sharing)
         if self.run.in_rows:
             return AlignedRowEmitter(nest) if self.placement.word else RowEmitter(nest)
-        return ProductEmitter(nest)
+        return MatrixEmitter(nest) if multiplies_matrices(self.run) else ProductEmitter(nest)
 
     def roundings(self) -> Mapping[int, int]:
         """Return what `stored_early` may move: no stores of misaligned rows, of passes or of other tiles."""

@@ -16,7 +16,7 @@ the loops (`schedule.shared_reductions`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +28,7 @@ from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.dims import Dim, product
 from fusion_compiler.ir.loops import Load, Reduce, operands_of, store_operands, with_operands
 from fusion_compiler.ops.syntax import Expression, Literal, Var
+from fusion_compiler.schedule.carried import Carried
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shared_reductions import SharedReductions
@@ -50,7 +51,7 @@ class ChainEmitter(KeptTiles):
 
     sums: the accumulators of the loops that are open. results: of the reductions that others have parts of,
     what the program has before it receives these. passes: for each open loop, whether it is the last one over
-    its axis.
+    its axis. carried: the reductions that the first pass makes with those that they read.
     """
 
     def __init__(self, nest: PlacedNest, sharing: SharedReductions) -> None:
@@ -60,6 +61,7 @@ class ChainEmitter(KeptTiles):
         self.results: dict[int, Tile] = {}
         self.passes: list[bool] = []
         self.goals: list[Goal] = []
+        self.carried: Mapping[int, Carried] = {}
 
     def program(self, number: Expression, split: Split) -> tuple[list[Statement], tuple[Dim, ...]]:
         """Return the statements of the program with this number, and the grid."""
@@ -98,20 +100,40 @@ class ChainEmitter(KeptTiles):
         self.reach([goal for goal in outside if after[goal] == 0], inner)
         for turn in range(last + 1):
             of_turn = [n for n in sums if turns[n] == turn + 1]
-            self.sums |= {n: self.started(n) for n in of_turn}
+            for n in of_turn:
+                self.begin(n)
             goals_of_turn = [self.goal_of_sum(n) for n in of_turn]
             goals_of_turn += [goal for goal in inside if after[goal] == turn]
             self.passes.append(turn == last)
-            with self.inside_loops([loop]):
-                self.reach(goals_of_turn, inner)
+            for _ in self.spans(loop, of_turn, goals_of_turn):
+                with self.inside_loops([loop]):
+                    self.reach(goals_of_turn, inner)
+                    self.turn(of_turn)
             self.passes.pop()
             for n in of_turn:
-                tile = self.folded(n, self.reduction(n), self.sums.pop(n), join_key=self.join_key(n))
-                if n in self.sharing.exchanged:
-                    self.results[n] = tile
-                else:
-                    self.scopes[self.depth].tiles[self.key(n)] = tile
+                self.end(n)
             self.reach([goal for goal in outside if after[goal] == turn + 1], inner)
+
+    def begin(self, number: int) -> None:
+        """Start the accumulator of a reduction before its loop."""
+        self.sums[number] = self.started(number)
+
+    def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
+        """Yield once for each part of a loop that is emitted by itself. numbers, goals: the reductions that
+        the loop makes, and all that it does."""
+        yield
+
+    def turn(self, numbers: Iterable[int]) -> None:
+        """End a turn of the loop that makes some reductions."""
+
+    def end(self, number: int) -> None:
+        """Keep what a loop has reduced."""
+        state, key = self.sums.pop(number), self.join_key(number)
+        tile = self.folded(number, self.reduction(number), state, join_key=key)
+        if number in self.sharing.exchanged:
+            self.results[number] = tile
+        else:
+            self.scopes[self.depth].tiles[self.key(number)] = tile
 
     def level_of(self, goal: Goal) -> int:
         """Return how many reductions that threads or programs wait for a goal needs."""
@@ -124,7 +146,8 @@ class ChainEmitter(KeptTiles):
             is_complete = n in self.results or self.cached(n) is not None
             read = 0 if is_complete else max((turns[o] for o in self.operands(n)), default=0)
             is_sum = isinstance(node, Reduce) and n not in self.sums and loop in self.where.reduced_by(node)
-            turns.append(read + bool(is_sum and not is_complete))
+            is_next = is_sum and not is_complete and not (n in self.carried and read)
+            turns.append(read + bool(is_next))
         return turns
 
     def missing(self, numbers: Iterable[int]) -> list[int]:

@@ -8,6 +8,7 @@ from fusion_compiler.codegen import assemble
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.kernel import Buffer, Program
 from fusion_compiler.ir.loops import Load, LoopNest
+from fusion_compiler.schedule import verifier
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.run import Run
@@ -44,6 +45,10 @@ def emit(
     choices = [schedules_of(loops, name, device) for loops in nests]
     dtypes = {buffer.name: buffer.dtype for buffer in buffers.values()}
     choices = [with_exact_products(*nest, dtypes) for nest in zip(nests, choices, strict=True)]
+    choices = [
+        tuple(s for s in choice if not s.descriptors or verifier.refusal(loops, s, buffers, device) is None)
+        for loops, choice in zip(nests, choices, strict=True)
+    ]
     if not constants:
         choices = [tuple(s for s in choice if not s.early) for choice in choices]
     loaded = {node.buffer for loops in nests for node in loops.nodes if isinstance(node, Load)}

@@ -27,6 +27,7 @@ from fusion_compiler.codegen.tensor_units import both as both
 from fusion_compiler.codegen.tensor_units import contract as contract
 from fusion_compiler.codegen.tensor_units import contract_apart as contract_apart
 from fusion_compiler.codegen.tensor_units import contracted as contracted
+from fusion_compiler.codegen.tensor_units import dot_float8 as dot_float8
 
 
 @triton.jit

@@ -200,9 +200,13 @@ class Emitter:
             if len(self.lanes) > 1:
                 lanes = lanes[tuple(slice(None) if other is leaf else None for other in self.lanes)]
             with self.in_scope(0):
-                lanes = self.let(self.name_of(leaf), lanes)
-            self.scopes[0].tiles[key] = Tile(lanes, frozenset({leaf}), True)
+                variable = self.numbered(leaf, lanes)
+            self.scopes[0].tiles[key] = Tile(variable, frozenset({leaf}), True)
         return self.scopes[0].tiles[key]
+
+    def numbered(self, leaf: Leaf, lanes: Expression) -> Var:
+        """Return the variable of the numbers of lanes."""
+        return self.let(self.name_of(leaf), lanes)
 
     def number_of(self, leaves: Sequence[Leaf]) -> Expression:
         """Return the number of a program among those that differ in these leaves of the grid."""
@@ -374,18 +378,21 @@ class Emitter:
         self.depth = len(self.scopes) - 1
         yield
         for outer, leaf, inner in reversed(opened):
-            stages = self.placement.num_stages if self.placement.num_stages > 1 else None
-            step, end = self.where.steps.get(leaf.name, 1), self.ends.get(leaf.name, leaf.extent)
-            last = end * step if isinstance(end, Expression) else lift(product((end, step)))
-            values = Range(lift(0), last, step if step != 1 else None, stages)
-            if leaf in self.where.turns:
-                grid = self.where.turns[leaf]
-                end = product((ceil_div(self.where.axes[leaf.axis].size, grid.step), grid.step))
-                first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
-                values = Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
             if inner.body:  # sums of nothing have none
-                outer.body.append(For(self.loop_variables[leaf.name], values, inner.body))
+                outer.body.append(For(self.loop_variables[leaf.name], self.values_of(leaf), inner.body))
         self.scopes, self.depth = scopes, before
+
+    def values_of(self, loop: Leaf) -> Range:
+        """Return the values of a loop's variable."""
+        stages = self.placement.num_stages if self.placement.num_stages > 1 else None
+        step, end = self.where.steps.get(loop.name, 1), self.ends.get(loop.name, loop.extent)
+        if loop in self.where.turns:
+            grid = self.where.turns[loop]
+            end = product((ceil_div(self.where.axes[loop.axis].size, grid.step), grid.step))
+            first = self.sum_of([(self.element(grid), grid.step)] if grid.extent != 1 else [])
+            return Range(first, lift(end), cast(int, grid.extent) * grid.step, stages)
+        last = end * step if isinstance(end, Expression) else lift(product((end, step)))
+        return Range(lift(0), last, step if step != 1 else None, stages)
 
     @contextmanager
     def fixed(self, elements: Mapping[Leaf, int]) -> Generator[None]:
@@ -431,6 +438,15 @@ class Emitter:
 
     def shape(self, lanes: frozenset[Leaf]) -> Items:
         return Items(tuple(Literal(leaf.lanes if leaf in lanes else 1) for leaf in self.lanes))
+
+    @contextmanager
+    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
+        """Emit tiles that have these dimensions."""
+        before, other_lanes = self.where, self.other_lanes
+        self.where = replace(before, lanes=lanes)
+        self.other_lanes = other_lanes if lanes == before.lanes else lanes
+        yield
+        self.where, self.other_lanes = before, other_lanes
 
     def key(self, number: int) -> object:
         unrolled = self.unrolled[number]
@@ -495,7 +511,10 @@ class Emitter:
         buffer's dtype."""
         if node in self.boxes:
             is_dead = node.within is not None and self.literal(node.within) is False
-            return Tile(Literal(0)) if is_dead else self.boxed(node, self.boxes[node])
+            if is_dead:
+                return Tile(Literal(0))
+            tile, held = self.boxed(node, self.boxes[node]), self.dtypes[node.buffer]
+            return tile if as_held else replace(tile, value=convert(tile.value, held, node.dtype))
         within = [] if node.within is None else self.condition(node.within)
         if within is None:
             return Tile(Literal(0))
@@ -586,12 +605,12 @@ class Emitter:
         return replace(tile, value=self.let(self.called(node.buffer), tile.value))
 
     def boxed(self, load: Load, box: Box) -> Tile:
-        """Return a load through a descriptor, which is made once in a program.
+        """Return a load through a descriptor, which is made once in a program, in the buffer's dtype.
 
         Where lanes are several elements apart, the elements that they meet make up a tensor of their own: the
         descriptor begins at the first of them.
         """
-        sides, held = box.sides, self.dtypes[load.buffer]
+        sides = box.sides
         offset, sizes, places = box.offset, list[int](), list[Expression]()
         for side in sides:
             terms, const = self.terms(side.index)
@@ -613,7 +632,9 @@ class Emitter:
         order = sorted(range(len(sides)), key=in_tile.__getitem__)
         if order != sorted(order):
             value = tl.permute(value, order)
-        return Tile(convert(value.reshape(self.shape(lanes)), held, load.dtype), lanes, True)
+        if self.shape(lanes).items != tuple(Literal(sides[i].lanes) for i in order):
+            value = value.reshape(self.shape(lanes))
+        return Tile(value, lanes, True)
 
     def condition(self, number: int) -> list[Tile] | None:
         """Return the conditions that make up a node, without those that hold; None if one does not."""

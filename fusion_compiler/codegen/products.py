@@ -14,9 +14,7 @@ is less than eager's own roundings; what a matrix holds in fewer bits goes in as
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -187,15 +185,6 @@ class ProductEmitter(WordEmitter):
         if not is_flat:
             value = tl.reshape(value, Items((Literal(first.lanes), Literal(last.lanes))))
         return value if first is side else tl.trans(value)
-
-    @contextmanager
-    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
-        """Emit tiles that have these dimensions."""
-        before, other_lanes = self.where, self.other_lanes
-        self.where = replace(before, lanes=lanes)
-        self.other_lanes = other_lanes if lanes == before.lanes else lanes
-        yield
-        self.where, self.other_lanes = before, other_lanes
 
     def _is_reduced(self, number: int) -> bool:
         return not self.reductions.isdisjoint(with_operands(self.loops, (number,)))

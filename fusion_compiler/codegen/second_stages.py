@@ -17,12 +17,14 @@ of the second (`schedule.shared_reductions`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import cast
 
 import torch
+from torch._ops import OpOverload
 
 from fusion_compiler.ir.dims import Dim, product, strides_of
 from fusion_compiler.ir.kernel import Buffer
@@ -30,12 +32,15 @@ from fusion_compiler.ir.loops import (
     COLS,
     ROWS,
     Axis,
+    Compute,
+    Constant,
     Index,
     Load,
     LoopNest,
     Node,
     Reduce,
     Store,
+    applied,
     axes_in,
     operands_of,
     renumber,
@@ -43,8 +48,10 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
+from fusion_compiler.ops.arithmetic import ABS, ADD, EXP, LT, MUL, WHERE
 from fusion_compiler.schedule import placement as place
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
+from fusion_compiler.schedule.carried import Carried, Values, growth_of
 from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.run import Run
@@ -52,7 +59,10 @@ from fusion_compiler.schedule.shapes import padded
 
 # With fewer columns of partial results, each program of a second kernel has one sector of 32 bytes.
 NARROW, SECTOR = 2048, 8
+UNKNOWN_HEIGHT = 1024  # partial results of one number that a tile has, where it is unknown how many there are
 TILE = (256, 16, 4)  # rows, columns and warps of other second kernels: two sectors of each row
+
+NONE_CARRIED: Mapping[int, Carried] = {}
 
 Stage = tuple[LoopNest, Placement]  # that a second kernel runs
 
@@ -110,17 +120,21 @@ def completed(
     axes: tuple[Axis, ...],
     group: str,
     moved: Mapping[int, int],
+    carried: Mapping[int, Carried] = NONE_CARRIED,
 ) -> LoopNest:
     """Return the nest of some reductions over their partial results, and of the stores that depend on them.
 
     partials: loads of the partial results, by reduction.
     group: the group of `axes` over which they are reduced.
     moved: new numbers of the axes of `loops` that remain.
+    carried: reductions whose parts are first multiplied by what the law of carried reductions says.
     """
     dependent = _late(loops, partials)
     stores_left = [s for s in loops.stores if s.value in dependent]
     needed = with_operands(loops, (o for s in stores_left for o in store_operands(s)), partials)
-    numbers: dict[int, int] = {}
+    laws = [carried[n] for n in needed if n in carried]
+    needed |= {n for of in laws for n in (*of.reads, of.plain) if n is not None}
+    numbers, parts = dict[int, int](), dict[int, int]()
     nodes: list[Node] = []
     names: list[str] = []
     for number in sorted(needed):
@@ -129,6 +143,10 @@ def completed(
             assert isinstance(node, Reduce)
             nodes.append(partials[number])
             names.append("partial")
+            parts[number] = len(nodes) - 1
+            if number in carried:
+                _Merged(loops, nodes, numbers, node.axes, moved).rescale(carried[number], parts)
+                names += ["rescaled"] * (len(nodes) - len(names))
             node = Reduce(node.combine, len(nodes) - 1, axes_in(axes, (group,)), node.dtype)
         else:
             node = renumber(node, numbers, moved)
@@ -137,6 +155,58 @@ def completed(
         names.append(loops.names[number])
     stores = tuple(renumber_store(s, numbers, moved) for s in stores_left)
     return LoopNest(axes, tuple(nodes), stores, tuple(names))
+
+
+@dataclass(frozen=True)
+class _Merged(Values[int]):
+    """Values that are nodes of a second stage. nodes: those so far. numbers: by node of the nest, its number.
+    axes: those along which x varies. moved: new numbers of the axes that remain."""
+
+    loops: LoopNest
+    nodes: list[Node]
+    numbers: Mapping[int, int]
+    axes: frozenset[int]
+    moved: Mapping[int, int]
+
+    def add(self, node: Node) -> int:
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def computed(self, node: Compute, operands: Mapping[int, int]) -> int:
+        return self.add(renumber(node, operands))
+
+    def fixed(self, number: int) -> int:
+        node = self.loops.nodes[number]
+        if number in self.numbers:
+            return self.numbers[number]
+        if not self.axes.isdisjoint(self.loops.node_axes[number]):
+            return self.add(Constant(0.0, node.dtype))
+        return self.add(renumber(node, {o: self.fixed(o) for o in operands_of(node)}, self.moved))
+
+    def combined(self, operator: OpOverload, left: int, right: int) -> int:
+        return self.add(applied(self.nodes, operator, left, right))
+
+    def finite(self, number: int) -> int:
+        """Return a maximum, or zero where it is one of nothing."""
+        dtype, size = self.nodes[number].dtype, self.add(applied(self.nodes, ABS, number))
+        is_finite = self.add(applied(self.nodes, LT, size, other=math.inf))
+        zero = self.add(Constant(0.0, dtype))
+        return self.add(applied(self.nodes, WHERE, is_finite, number, zero, dtype=dtype))
+
+    def rescale(self, of: Carried, parts: Mapping[int, int]) -> None:
+        """Multiply the last node, a part of a reduction, by h(all) / h(part). parts: the parts of others."""
+        part = len(self.nodes) - 1
+        of_all, of_part = ({n: numbers[n] for n in of.reads} for numbers in (self.numbers, parts))
+        if of.shift is not None and of.plain is not None:
+            finite = {n: self.finite(m) for n, m in of_part.items()}
+            growth = growth_of(self.loops, of.shift, finite, of_all, self)
+            assert growth is not None
+            part = self.combined(ADD, part, self.combined(MUL, growth, parts[of.plain]))
+        for power in of.powers:
+            (exponent,) = operands_of(self.loops.nodes[power])
+            growth = growth_of(self.loops, exponent, of_part, of_all, self)
+            assert growth is not None
+            part = self.combined(MUL, part, self.add(applied(self.nodes, EXP, growth)))
 
 
 def _partial(loops: LoopNest, number: int, position: int, programs: Dim, kept: Sequence[int]) -> Partial:
@@ -149,7 +219,11 @@ def _partial(loops: LoopNest, number: int, position: int, programs: Dim, kept: S
 
 
 def _over_programs(
-    loops: LoopNest, partials: Mapping[int, Partial], part: Axis, kept: Sequence[int]
+    loops: LoopNest,
+    partials: Mapping[int, Partial],
+    part: Axis,
+    kept: Sequence[int],
+    carried: Mapping[int, Carried],
 ) -> LoopNest:
     """Return the nest that reduces partial results along axis `part`, which numbers the programs. kept: the
     axes that remain, as columns."""
@@ -161,7 +235,7 @@ def _over_programs(
         index = Index(0, ((0, partial.buffer.stride[0]), *sorted(terms)))
         loads[number] = Load(partial.buffer.name, index, None, partial.buffer.dtype)
     axes = (part, *(replace(loops.axes[k], group=COLS) for k in kept))
-    return completed(loops, loads, axes, part.group, moved)
+    return completed(loops, loads, axes, part.group, moved, carried)
 
 
 # -- reductions that programs share -------------------------------------------------------------------------
@@ -180,6 +254,7 @@ def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
     on_grid = [leaf for leaf in leaves if leaf.place is Place.GRID and leaf.extent != 1]
     in_lanes = {leaf.axis: leaf.order for leaf in leaves if leaf.place is Place.LANES}
     kept: dict[int, Partial] = {}
+    carried = {n: of for n, of in run.carried.items() if isinstance(of, Carried)}
     of_each = placement.combined(place.Stage.EACH)
     for n, node in enumerate(loops.nodes):
         shared = tuple(leaf for leaf in on_grid if isinstance(node, Reduce) and leaf.members & node.axes)
@@ -197,9 +272,9 @@ def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
         by_length = sorted((partial.axes for partial in alike.values()), key=len, reverse=True)
         axes = tuple(dict.fromkeys(k for of_one in (*by_length, _axes_behind(loops, alike)) for k in of_one))
         programs = next(iter(alike.values())).buffer.shape[0]
-        nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes))
+        nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes, carried))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
-    placed = _placement_of if analysis.inner else _placement_of_rows
+    placed = _placement_of_parts if carried else _placement_of if analysis.inner else _placement_of_rows
     if len(nests) == 1 and placement.combined(place.Stage.LAST) >= {loops.names[n] for n in kept}:
         shared = next(iter(kept.values())).leaves
         blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
@@ -268,6 +343,14 @@ def _placement_of(nest: LoopNest) -> Placement:
     return _in_tiles(nest, height, width, warps)
 
 
+def _placement_of_parts(nest: LoopNest) -> Placement:
+    """Return the placement of a nest whose reductions of partial results read each other: a program has all
+    parts of its columns."""
+    (part,) = (axis.name for axis in nest.axes if axis.group == ROWS)
+    others = (d for d in _placement_of(nest).directives if f"({part}" not in str(d))
+    return Placement((At(part, Place.LANES), *others), 4)
+
+
 def _placement_of_rows(nest: LoopNest) -> Placement:
     """Return the placement of a nest that reduces the partial results of sums over rows."""
     sizes = [a.size for a in nest.axes if a.group == COLS]
@@ -277,11 +360,15 @@ def _placement_of_rows(nest: LoopNest) -> Placement:
 
 
 def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Placement:
-    """Return a placement with tiles of rows and columns. All partial results of one number are a tile."""
+    """Return a placement with tiles of rows and columns. All partial results of a number are a tile, if their
+    count is known."""
     rows = [axis for axis in nest.axes if axis.group == ROWS]
     size = product(axis.size for axis in rows)
-    assert isinstance(size, int), "the partial results of a sum have a known number"
-    if len(nest.axes) == 1:
+    if len(nest.axes) == 1 and isinstance(size, int):
         return Placement((At(rows[0].name, Place.LANES),), min(32, max(4, padded(size) // 512)))
-    tile = RowTile(min(height, padded(size)), width, Cols.GRID, programs=1, num_warps=warps)
+    if len(nest.axes) == 1:
+        tile = RowTile(UNKNOWN_HEIGHT, 1, Cols.WHOLE, programs=1, num_warps=warps)
+    else:
+        height = min(height, padded(size)) if isinstance(size, int) else height
+        tile = RowTile(height, width, Cols.GRID, programs=1, num_warps=warps)
     return placement_of(Analysis(nest), tile)

@@ -11,7 +11,7 @@ Kernels import them through `math.py`.
 import triton
 import triton.language as tl
 
-from fusion_compiler.codegen.conversions import to_bfloat16
+from fusion_compiler.codegen.conversions import compiles_to_ptx, to_bfloat16
 
 
 @triton.jit
@@ -152,3 +152,13 @@ def contracted(total, parts: tl.constexpr):
         main = tl.sum(tl.where(part == 0, apart, 0.0), axis=1)
         rest = tl.sum(tl.where(part == 0, 0.0, apart), axis=1)
         return both(main, rest)
+
+
+@triton.jit
+def dot_float8(left, right, total):
+    """Return `total` plus the product of two tiles of float8. The units of NVIDIA's devices keep about
+    fourteen bits of a sum, and so add up 32 terms at most; elsewhere float16 represents the numbers."""
+    if compiles_to_ptx():
+        return tl.dot(left, right, total, max_num_imprecise_acc=32)
+    else:
+        return tl.dot(left.to(tl.float16), right.to(tl.float16), total)

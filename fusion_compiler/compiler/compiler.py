@@ -25,6 +25,7 @@ from fusion_compiler.capture.module import Plans
 from fusion_compiler.capture.partition import partition
 from fusion_compiler.compiler.nested import Predicted, with_chunks, with_inner_graphs
 from fusion_compiler.compiler.planning import Planner
+from fusion_compiler.compiler.products import Products
 from fusion_compiler.compiler.replays import Replays
 from fusion_compiler.compiler.runners import Runners, Target, verifier
 from fusion_compiler.errors import (
@@ -35,6 +36,7 @@ from fusion_compiler.errors import (
     FusionError,
     InternalError,
     InvalidOptionError,
+    OmittedFieldError,
     UnsupportedDtypeError,
     WarnOnce,
     closest,
@@ -103,15 +105,16 @@ class Compiler:
         self.options, self.asked = options, asked
         self.patterns = checked(patterns)
         self.stages, self.store = Stages(), Store()
-        self.planner = Planner(options, self.patterns, self.store, self.stages, asked=asked)
+        self.warned = WarnOnce(options.strict)
+        self.debug = Debug(DebugSettings.of(os.environ), self.warned)
+        products = Products(options, self.store, self.stages, self.debug)
+        self.planner = Planner(options, self.patterns, self.store, self.stages, products, asked=asked)
         for pattern in self.planner.user_patterns:
             check(pattern)
         check_reachable(self.patterns)
         with contextlib.suppress(NotWritable):
             text_of_patterns(self.patterns)  # what they read must not change from now on
         self.plans = Plans(self.stages)
-        self.warned = WarnOnce(options.strict)
-        self.debug = Debug(DebugSettings.of(os.environ), self.warned)
         self.progress = Progress(options.progress)
         self.kernels = Runners(options, self.store, self.stages, self.debug, self.warned)
         self.replays = Replays(options, self.plans, self.warned)
@@ -182,6 +185,9 @@ class Compiler:
         where += ["planned from disk"] if planned.programs is not None else []
         seconds = ", ".join([*where, since(began, self.stages.seconds)])
         decisions = (*self.planner.not_looked_for(decisions), *decisions, *replay_decisions)
+        if self.options.omit and info.phase is Phase.FORWARD:
+            names = ", ".join(self.options.omit)
+            decisions = (*decisions, noted("omitted results", f"{names}: None beside the loss, in training"))
         plan = plan.decided(*decisions, noted("memory", str(order)), noted("seconds", seconds))
         plan = plan if self.asked else replace(plan, solved=None)
         self.plans.record(plan)
@@ -339,6 +345,10 @@ class Compiler:
     def missed(self, model: str, method: str) -> None:
         """Warn that a module is trained by a method that is not compiled; raise when strict."""
         self.warned.fall_back("method", EagerMethodError(model=model, method=method))
+
+    def kept(self, reason: str) -> None:
+        """Warn once that a module's result keeps the fields that `omit` names; raise when strict."""
+        self.warned.fall_back("omit", OmittedFieldError(omit=self.options.omit, reason=reason))
 
 
 def check_disabled(options: Options) -> None:

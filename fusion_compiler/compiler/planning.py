@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusion_compiler.compiler.products import Products
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.decision import Decisions, noted
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
@@ -45,9 +46,17 @@ class Planner:
     """
 
     def __init__(
-        self, options: Options, patterns: Sequence[Pattern], store: Store, stages: Stages, *, asked: bool
+        self,
+        options: Options,
+        patterns: Sequence[Pattern],
+        store: Store,
+        stages: Stages,
+        products: Products,
+        *,
+        asked: bool,
     ) -> None:
         self.options, self.asked, self.store, self.stages = options, asked, store, stages
+        self.products = products
         self.patterns = patterns
         self.user_patterns = tuple(p for p in patterns if p not in DEFAULT_PATTERNS)
         self.computed: set[str] = set()  # operators of the forward graphs
@@ -77,6 +86,7 @@ class Planner:
             backward=is_backward,
             matches=matched.matches,
         )
+        plan = self.products.placed(plan, setting.device, backend)
         names = {pattern.name for pattern in self.user_patterns}
         refused = (d for d in plan.about_graph if d.rule in names)
         return Planned(plan.decided(*notes, *refused), None, key, decisions)

@@ -91,7 +91,10 @@ class Runners:
             if not programs and target.backend != "eager":
                 programs = self.programs_of(form, cluster, plan, target.device)
             backend = target.backend if programs else "eager"
-            for program in programs[:1]:
+            shown = programs
+            if not programs and target.backend == "eager" and self.debug.reads_kernels:
+                shown = self.programs_of(form, cluster, plan, target.device)
+            for program in shown[:1]:
                 for kernel in program.kernels:
                     self.debug.kernel(plan.name, kernel.name, kernel.source)
             fallback = functools.partial(subgraph, cluster, plan.dag)

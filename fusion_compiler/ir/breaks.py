@@ -15,7 +15,7 @@ from traceback import FrameSummary
 
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 
-from fusion_compiler.errors import GraphBreakError
+from fusion_compiler.errors import GENERATED, GraphBreakError, is_generated
 from fusion_compiler.ir.dag import Source
 from fusion_compiler.ir.sources import is_library
 
@@ -55,17 +55,21 @@ class GraphBreak:
         return GraphBreakError(self.source, reason=self.text, todo=self.todo or "rewrite that line")
 
 
-def breaks_since(reasons_before: int, began: int) -> tuple[GraphBreak, ...]:
+def breaks_since(reasons_before: int, began: int, called: str) -> tuple[GraphBreak, ...]:
     """Return the graph breaks that were recorded since a moment.
 
     reasons_before: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
+    called: the name of the function that was called, for breaks of which TorchDynamo records no place.
     """
     breaks = [_of(r.reason, r.user_stack) for r in graph_break_reasons[reasons_before:]]
     for m in get_compilation_metrics():
         if m.fail_type in GIVEN_UP and (m.start_time_us or 0) >= began // 1000:
             place = [FrameSummary(m.fail_user_frame_filename or "", m.fail_user_frame_lineno or 0, "")]
             breaks.append(_of(m.fail_reason or "", place, _function(m.co_name, m.fail_reason)))
-    return distinct(breaks)
+    return distinct(
+        b if b.source or b.function or b.deliberate else replace(b, reason=f"in {called}: {b.reason}")
+        for b in breaks
+    )
 
 
 def distinct(breaks: Iterable[GraphBreak]) -> tuple[GraphBreak, ...]:
@@ -97,11 +101,12 @@ def _of(text: str, frames: Iterable[FrameSummary], function: str = "") -> GraphB
 
 
 def _place(frames: Iterable[FrameSummary]) -> Source | None:
-    """Return the innermost line outside of torch."""
-    for frame in reversed(list(frames)):
-        if frame.filename and not is_library(frame.filename):
-            line = frame.lineno or 0
-            return Source("", frame.filename, line, linecache.getline(frame.filename, line).strip())
+    """Return the innermost line outside of torch that is in a file, or else one of an fx graph's code."""
+    outside = [f for f in reversed(list(frames)) if f.filename and not is_library(f.filename)]
+    for frame in sorted(outside, key=lambda f: is_generated(f.filename)):
+        line = frame.lineno or 0
+        file = GENERATED if is_generated(frame.filename) else frame.filename
+        return Source("", file, line, linecache.getline(frame.filename, line).strip())
     return None
 
 

@@ -22,6 +22,7 @@ class Level(StrEnum):
     JOINT = "forward and backward"  # as one graph, or the one graph of inference
     BACKWARD = "backward"
     GRAPH = "each graph"  # forward, backward or inference, before kernels are planned
+    PLAN = "each plan"  # of such a graph
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Pass:
 
     name: the name by which decisions, dumps and `disable` know it.
     apply: graph module -> (the same module or a changed copy, decisions). A pass of level JOINT changes an
-        fx.Graph in place and returns decisions.
+        fx.Graph in place and returns decisions. One of level PLAN takes a plan and returns another.
     does: what it does, in one sentence. when: what has to hold. gains: what that saves, if it was measured or
         follows from the rewrite.
     rounds_as_eager: False if results are rounded at other places than eager rounds them; numerics="eager"

@@ -56,12 +56,14 @@ class Axis:
 
     bounds: the nodes (first, last) of a ragged axis, which has last - first elements at a point of the other
         axes, or none. Its size is 1, since no tile has room for it.
+    most: an upper bound of a size that is known at run time only, if there is one.
     """
 
     name: str
     size: Dim
     group: str
     bounds: tuple[int, ...] = ()
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
 
     level 1: totals, one entry per distinct cluster in execution order (clusters that repeat in other layers
     are folded, with how often they run), library calls, what stayed eager and why, the refusals that would
-    have saved most, and what passes decided. level 2 and above: every refusal.
+    have saved most, and what passes decided. level 2 and above: every refusal, and the lines of each cluster.
     """
     t = totals(plan)
     gain = f" ({t.us_before / t.us_after:.1f}x)" if t.us_after else ""
@@ -162,7 +162,7 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
     ring = cycle_of(plan)
     if ring:
         lines += wrapped("  CANNOT RUN: ", " -> ".join((*ring, ring[0])))
-    lines += _clusters(plan, plan.clusters if ring else execution_order(plan))
+    lines += _clusters(plan, plan.clusters if ring else execution_order(plan), with_places=level >= 2)
     lines += _calls(plan, "library calls", library_calls(plan))
     lines += _calls(plan, "stayed eager", eager_ops(plan))
     lines += _refusals(plan.refusals, everything=level >= 2)
@@ -171,8 +171,9 @@ def format_plan(plan: PlanData, level: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
-    """Return a table row and a line of ops for each distinct cluster."""
+def _clusters(plan: PlanData, clusters: Sequence[Cluster], *, with_places: bool) -> list[str]:
+    """Return a table row and a line of ops for each distinct cluster, and one of the user's lines if they
+    are wanted."""
     groups: dict[tuple[object, ...], list[Cluster]] = {}
     for cluster in clusters:
         groups.setdefault(signature(plan.dag, cluster), []).append(cluster)
@@ -196,6 +197,8 @@ def _clusters(plan: PlanData, clusters: Sequence[Cluster]) -> list[str]:
         ))  # fmt: skip
         names = [name for cluster in same for name in cluster.ops]
         below.append(_below(plan.dag, first, modules_of(plan.dag, names)))
+        if with_places and (places := _places(plan.dag, first)):
+            below[-1] += f"\n        at {fitting(places, WIDTH - 11)}"
     table = aligned(rows, left=(0, 3, 7))
     both = [line for pair in zip(table, below, strict=True) for line in pair if line]
     return ["", *(f"  {line}" for line in both)]
@@ -209,6 +212,12 @@ def _below(dag: OpDag, cluster: Cluster, where: Sequence[str]) -> str:
     modules = f"  @ {fitting(where, 50)}" if where else ""
     names = [name if number == 1 else f"{name} x{number}" for name, number in counts.items()]
     return f"    {pattern}{fitting(names, WIDTH - 6 - len(pattern) - len(modules))}{modules}"
+
+
+def _places(dag: OpDag, cluster: Cluster) -> list[str]:
+    """Return the user's lines from which a cluster's ops were traced, in the order of the ops."""
+    sources = (dag.op(name).source for name in cluster.ops)
+    return list(dict.fromkeys(f"{Path(s.file).name}:{s.line}" for s in sources if s and s.file))
 
 
 def modules_of(dag: OpDag, names: Iterable[str]) -> list[str]:
@@ -250,8 +259,8 @@ def breaks_text(breaks: Sequence[GraphBreak]) -> str:
     """Return the places that no graph holds, one entry each."""
     lines = ["graph breaks: what stands there is in no plan, and its tensor operations run eager"]
     for one in breaks:
-        where = shortened(place(one.source), WIDTH - 3) if one.source else "somewhere"
-        lines += [f"  {where}", *wrapped("      ", one.text)]
+        lines += [f"  {shortened(place(one.source), WIDTH - 3)}"] if one.source else []
+        lines += wrapped("      " if one.source else "  ", one.text)
     return "\n".join(lines)
 
 

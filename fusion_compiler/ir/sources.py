@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from fusion_compiler.errors import GENERATED, is_generated
 from fusion_compiler.ir.dag import Source
 
 FRAME = re.compile(
@@ -66,7 +67,8 @@ def marked(code: str, span: tuple[int, int] | None) -> str:
 def source_of(node: fx.Node) -> Source | None:
     """Return the module to which `node` belongs and the user's line from which it was traced.
 
-    The line is the innermost one outside of torch; a backward node has its forward's. module is
+    The line is the innermost one outside of torch, and in a file if any is; a backward node has its
+    forward's. module is
     the path below the compiled object, "" for that object itself. None where neither is known.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -74,7 +76,9 @@ def source_of(node: fx.Node) -> Source | None:
     module = _ROOT.sub("", paths[-1]) if paths else ""
     frames = frames_of(node)
     if frames:
-        return Source(module, frames[-1].file, frames[-1].line, frames[-1].code)
+        last = next((frame for frame in reversed(frames) if not is_generated(frame.file)), frames[-1])
+        file = GENERATED if is_generated(last.file) else last.file
+        return Source(module, file, last.line, last.code)
     return Source(module, "", 0, "") if module else None
 
 

@@ -24,10 +24,11 @@ class Clip:
 
     def __init__(self, params: Sequence[Tensor], max_norm: float, **options: Any) -> None:
         grads = [param.grad for param in params if param.grad is not None]
-        self.norm, self.max_norm = get_total_norm(grads, **options), max_norm
+        self.norm: Tensor = get_total_norm(grads, **options)
+        self.max_norm: float = max_norm
         total: Any = self.norm
         total = total.full_tensor() if hasattr(total, "full_tensor") else total  # the norm of all processes
-        self.factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        self.factor: Tensor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         self._versions = [(weakref.ref(grad), grad._version) for grad in grads]
 
     def is_of(self, params: Sequence[Tensor], refuse: Callable[[Tensor], NoReturn]) -> bool:

@@ -59,12 +59,16 @@ def fuse_optimizer(
 
     Returns an object that prints the kernels, and the parameters that no kernel updates with the reason; its
     `clip_grad_norm_` clips without writing gradients, its `remove()` undoes the fusion. Raises
-    NotAnOptimizerError, InvalidOptionError, and OptimizerStepError for an optimizer that needs a closure
-    (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a closure and for gradients
-    that are sparse or complex.
+    NotAnOptimizerError, InvalidOptionError, and OptimizerStepError for another model's optimizer and for one
+    that needs a closure (LBFGS) or is fused already; `optimizer.step()` raises OptimizerStepError for a
+    closure and for gradients that are sparse or complex.
     """
     _check(optimizer, when, backend, rounding)
     names = {id(param): name for name, param in model.named_parameters()}
+    if not any(id(param) in names for group in optimizer.param_groups for param in group["params"]):
+        todo = "pass the module whose parameters() the optimizer was given"
+        detail = f"none of its parameters belongs to this {type(model).__name__}"
+        raise OptimizerStepError(optimizer=type(optimizer).__name__, detail=detail, todo=todo)
     fused = FusedOptimizer(optimizer, names, backend=backend, strict=strict, rounding=rounding)
     fused.install()
     if when != "step":

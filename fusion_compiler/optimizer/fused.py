@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ MOST_ASSEMBLIES = 256  # sets of parameters that are remembered: all parameters,
 PART_BYTES = 1 << 24  # the size of parameters that take their first step together
 REPLACED = ("step", "_step_supports_amp_scaling")  # attributes of the optimizer that are replaced
 
-Chosen = Sequence[tuple[Group, Sequence[Tensor]]]
+Chosen: TypeAlias = "Sequence[tuple[Group, Sequence[Tensor]]]"
 
 
 class Timing:
@@ -78,7 +78,9 @@ class FusedOptimizer:
         rounding: str = "nearest",
         gpus: Callable[[torch.device | None], Gpu] = find_gpu,
     ) -> None:
-        self.optimizer, self.names, self.strict = optimizer, names, strict
+        self.optimizer: Optimizer = optimizer
+        self.names: Mapping[int, str] = names
+        self.strict: bool = strict
         self.own: dict[str, str] = {}
         self.timing: Timing = Timing(self)
         self._kernels = Kernels(optimizer, backend, rounding, gpus)

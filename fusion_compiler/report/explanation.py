@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_compiler.capture.attention_choice import cudnn_version
 from fusion_compiler.capture.fakes import FakesOnly
-from fusion_compiler.capture.module import Plans, plain, wrap
+from fusion_compiler.capture.module import Plans, check_callable, plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.capture.target import GPU, capturing_for, name_device
@@ -66,16 +66,18 @@ def explain(
         a scalar.
     device: the DeviceSpec to plan for.
 
-    Raises NotCallableError, UnsupportedDeviceError, InvalidPatternError, RewriteNotEqualError, and
-    ArgumentMismatchError if the model does not take these arguments.
+    Raises NotCallableError, UnsupportedDeviceError, InvalidOptionError for a device that this machine does
+    not have, InvalidPatternError, RewriteNotEqualError, and ArgumentMismatchError if the model does not take
+    these arguments.
     """
-    if inspect.isclass(model) or not callable(model):
-        raise NotCallableError(got=model.__name__ if inspect.isclass(model) else type(model).__name__)
+    if inspect.isclass(model):
+        raise NotCallableError(got=model.__name__)
+    check_callable(model)
+    options = Options.of(backend="eager", device=device)
     spec = device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.
     with quiet_fakes(), unset_fake_temporarily(), tracing(None), capturing_for(spec):
-        options = Options.of(backend="eager", device=device)
         places = _Places(_tensors_of(model, args, kwargs))
         first, second = (places.kept, places.moved) if places.on_gpu else (places.moved, places.on_cpu)
         try:

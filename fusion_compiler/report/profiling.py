@@ -45,6 +45,13 @@ class Profile(ProfileData):
         """Return a table, the units that took longest first, at most 110 columns wide."""
         return format_profile(self)
 
+    def __repr__(self) -> str:
+        return f"<Profile of {self.model} on {self.device}: {self.step_us:.1f} us a step>"
+
+    def _repr_html_(self) -> str:
+        """Return the page of the report, as a notebook shows it."""
+        return self.report()._repr_html_()
+
     def json(self) -> dict[str, Any]:
         """Return plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
         return profile_json(self)

@@ -14,7 +14,7 @@ import networkx as nx
 from fusion_compiler.errors import MissingPackageError
 from fusion_compiler.ir import plan_text
 from fusion_compiler.passes.fuse.answer import Answer, answers, meanings, unknown
-from fusion_compiler.report.page import page
+from fusion_compiler.report.page import framed, page
 from fusion_compiler.report.report_data import ReportData
 from fusion_compiler.report.report_json import Row, class_rows, report_json, totals_of
 
@@ -42,6 +42,14 @@ class Report(ReportData):
 
     def __str__(self) -> str:
         return "\n\n".join(self._sections())
+
+    def __repr__(self) -> str:
+        graphs = ", ".join(map(repr, self.plans)) or "no graph"
+        return f"<Report of {self.model} on {self.device}: {graphs}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame of its own, as a notebook shows it."""
+        return framed(self.json())
 
     def show(self, file: TextIO | None = None) -> None:
         """Print the report, with colours at a terminal if rich is installed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,7 @@ from fusion_compiler.runtime.target import build_of
 from fusion_compiler.support.store import TUNING, Key, Store
 
 Backend = Literal["triton", "interpret", "eager"]
+_log = logging.getLogger("fusion_compiler.runtime")
 
 # A later candidate is taken only where it beats every earlier one by more than timing noise.
 NOISE = 0.02
@@ -144,6 +146,10 @@ class Runner:
     def __call__(self, *arguments: torch.Tensor | int) -> tuple[torch.Tensor, ...]:
         return self._entry(*arguments)
 
+    def gpu(self) -> Gpu:
+        """Return the GPU of the device `home`. Raises KernelError if it cannot be launched on."""
+        return self._gpu_of(())
+
     def link(self, replace: Callable[[Launcher], None]) -> None:
         """Pass to `replace` the function to call in the runner's place: now, and whenever it changes."""
         self._links.append(replace)
@@ -232,6 +238,9 @@ class Runner:
         return Choice(chosen, us, bool(record.get("in_graph")), bool(record.get("behind")))
 
     def _keep(self, gpu: Gpu, choice: Choice) -> Choice:
+        best, timed = choice.us[choice.candidate], sum(us is not None for us in choice.us)
+        schedule = self.candidates[choice.candidate].schedule
+        _log.info("%s: %s is the fastest of %d schedules, %s us", self.name, schedule, timed, best)
         if self.store is not None:
             key = tuning_key(self.candidates, gpu.name)
             self.store.put(key, {"cluster": self.name, **dataclasses.asdict(choice)})

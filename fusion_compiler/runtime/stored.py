@@ -17,7 +17,7 @@ from stat import S_ISREG
 from typing import Any
 
 from fusion_compiler.runtime.builds import checksum, is_entry
-from fusion_compiler.support.store import GRAPH, KERNEL, KINDS, Kind, Store, read_plain, read_record
+from fusion_compiler.support.store import GRAPH, KERNEL, KINDS, PLAN, Kind, Store, read_plain, read_record
 
 BINARIES = (".cubin", ".hsaco")
 GRAPH_FOLDER = re.compile(r"a[0-9a-f]{64}")  # PyTorch's prefix and a digest of ours: its own are shorter
@@ -77,8 +77,22 @@ def _record(kind: Kind, file: Path) -> Iterator[Entry]:
         about, value = record.get("about", {}), record.get("value")
         name = str(value.get("cluster", "a graph")) if isinstance(value, dict) else file.stem[:12]
         problem = "" if record else "not a whole record"
+        problem = _problem_of_plan(value) if record and kind is PLAN else problem
         shown = about.get("device", ""), about.get("versions", "")
         yield Entry(kind.name, name, *shown, time.time() - stat.st_mtime, stat.st_size, problem, file)
+
+
+def _problem_of_plan(value: Any) -> str:
+    """Return why the record of a plan is not one, or ""."""
+    from fusion_compiler.ir.record import read
+
+    try:
+        read(value)
+    except AttributeError:  # an operator of a library that this process has not imported
+        return ""
+    except (KeyError, TypeError, ValueError):
+        return "not a plan"
+    return ""
 
 
 def _graph(file: Path) -> Iterator[Entry]:

@@ -46,6 +46,8 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
+from fusion_compiler.schedule.chains import Chain
+from fusion_compiler.schedule.matrices import Matrices
 from fusion_compiler.schedule.products import Products, is_product
 from fusion_compiler.schedule.shapes import WORD
 from fusion_compiler.schedule.uses import Uses, uses_of
@@ -94,10 +96,21 @@ class Analysis:
         return Products.of(self.loops, {})
 
     @cached_property
+    def matrices(self) -> Matrices | None:
+        """Return the products of matrices with many rows that the nest makes; None if it makes none."""
+        return Matrices.of(self.loops) if self.inner else None
+
+    @cached_property
+    def chain(self) -> Chain | None:
+        """Return the products of the nest that read products; None if it makes none."""
+        return Chain.of(self.loops) if self.inner else None
+
+    @cached_property
     def windows(self) -> Windows | None:
         """Return the windows of the nest (`schedule.windowed`); None if it has none, or is run otherwise. A
         filter is multiplied by windows, which overlap: those are no products of few rows."""
-        return None if self.in_rows or is_product(self.loops, self.products) else windows_of(self.loops)
+        are_products = self.in_rows or self.matrices is not None or is_product(self.loops, self.products)
+        return None if are_products else windows_of(self.loops)
 
     def merged(self, index: Index) -> tuple[Index, dict[int, str]]:
         """Return (the index with each contiguous group of axes as one axis, {that axis: its group}).
@@ -190,6 +203,11 @@ class Analysis:
     def tall(self) -> bool:
         """True if full-size accesses are contiguous along the rows, so that a tile needs several rows."""
         return self.contiguous[ROWS] > 0
+
+    @property
+    def only_tall(self) -> bool:
+        """True if all full-size accesses that are contiguous are so along the rows."""
+        return self.tall and not self.mixed
 
     @property
     def mixed(self) -> bool:

@@ -12,7 +12,7 @@ model with them) and to the timings in benchmarks/results/schedules.json. The mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from fusion_compiler.ir.loops import COLS, ROWS, Compute, Load, Reduce, with_ope
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.schedule import windowed
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.matrix_cost import factors_of, multiplied
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement, Stage
 from fusion_compiler.schedule.run import NO_HINTS, Run
 from fusion_compiler.schedule.shared_reductions import SharedReductions
@@ -153,12 +154,12 @@ def _use_of_rows(work: Work, run: Run, device: DeviceSpec) -> Use:
     messages = exchanges * MESSAGE_BYTES * parts**2 * rows if parts > 1 else 0
     in_grid, tile = (Place.GRID, COLS) in counts, block_rows * block_cols
     if counts.get((Place.LOOP, ROWS), 1) > 1:
-        narrow = in_grid and block_cols < cols
+        narrow = in_grid and block_cols < cols and not run.a.only_tall
         share = _share_in_turn(run, tile, device) / (1 + narrow * RUN_ELEMENTS / block_cols)
         return Use(share, after_us=after, messages=messages, unused=unused)
     if in_grid:
         share = 1.0 / _slowdown(run, tile, device, BLOCK_ELEMENTS, ENOUGH)
-        if work.reduced & 1 and groups > 1 and block_cols < cols:
+        if work.reduced & 1 and groups > 1 and block_cols < cols and not run.a.only_tall:
             share /= 1 + RUN_ELEMENTS / block_cols
         return Use(share, after_us=after, unused=unused)
     resident = _resident(work, run, tile, device)
@@ -266,12 +267,15 @@ def _repetitions(work: Work, grid: Sequence[Leaf], axes: int) -> int:
     return prod(hint(leaf.extent, work.hints) for leaf in apart)
 
 
-def _repeated_us(work: Work, leaves: Sequence[Leaf], device: DeviceSpec) -> tuple[float, float]:
-    """Return microseconds of (arithmetic, L1 cache) for values that several programs load and compute."""
+def _repeated_us(
+    work: Work, leaves: Sequence[Leaf], device: DeviceSpec, copied: Collection[int] = ()
+) -> tuple[float, float]:
+    """Return microseconds of (arithmetic, L1 cache) for values that several programs load and compute.
+    copied: nodes whose values do not pass through registers."""
     grid = [leaf for leaf in leaves if leaf.place is Place.GRID]
     flops = special = bytes_read = 0
-    for node, axes in zip(work.loops.nodes, work.axes, strict=True):
-        others = _repetitions(work, grid, axes) - 1
+    for number, (node, axes) in enumerate(zip(work.loops.nodes, work.axes, strict=True)):
+        others = 0 if number in copied else _repetitions(work, grid, axes) - 1
         if others and isinstance(node, Compute):
             flops += others * work.points(axes) * node.spec.flops
             special += others * work.points(axes) * node.spec.special
@@ -381,6 +385,8 @@ class Roofline:
             return Cost(0.0, 0, 0, 0, "launch")
         if self.a.windows is not None:
             return self._cost_of_windows(run, self.a.windows)
+        if self.a.matrices is not None:
+            return self._cost_of_matrices(run)
         device, use = self.device, _use(self.work, run, self.device)
         memory, extra = self._memory_us(run, use)
         memory, arithmetic = self._demands(run, memory)
@@ -402,6 +408,24 @@ class Roofline:
         body = windowed.LATENCY_US + memory + issue + (device.launch_us if is_shared else 0.0)
         body += 1e6 * windowed.work_in_windows(work) / device.fp32_per_s
         bound = "memory" if memory > issue else "arithmetic"
+        return Cost(self._us(body), int(self.dram), int(self.written), work.flops, bound)
+
+    def _cost_of_matrices(self, run: Run) -> Cost:
+        """Return the cost of products in tiles. Where a multiprocessor holds one program, tensor cores wait
+        for what threads compute, and for the first loads of the next tile."""
+        device, work = self.device, self.work
+        memory = 1e6 * ((self.dram + self.written) / device.copy_bandwidth + self.l2 / device.l2_bandwidth)
+        products = multiplied(work, run, device)
+        on_cores = 2 * sum(work.points(work.axes[n]) for n in run.terms)
+        loads = {n for n in factors_of(run) if isinstance(work.loops.nodes[n], Load)}
+        again, _ = _repeated_us(work, run.leaves, device, run.terms | loads)
+        arithmetic = (_arithmetic_us(work, device, on_cores) + again) / products.filled
+        if products.resident > 1:
+            compute, waits = max(products.us, arithmetic), 1
+        else:
+            compute, waits = products.us + arithmetic, products.waves
+        body = max(memory, compute) + waits * device.dram_latency_us + _finish_us(work, run, device)
+        bound = "arithmetic" if compute > memory else "memory"
         return Cost(self._us(body), int(self.dram), int(self.written), work.flops, bound)
 
     def _us(self, body: float) -> float:

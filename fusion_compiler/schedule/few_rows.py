@@ -251,7 +251,7 @@ def _along_by_threads(
             yield replace(tile, early=max(1, elements // in_turn))
 
 
-class _Draft:
+class Draft:
     """The directives of a placement while it is drawn up.
 
     lanes: with numbers, in whose order the dimensions of a tile lie.
@@ -293,7 +293,7 @@ def placed_tile(
     device: DeviceSpec,
 ) -> Placement:
     """Return a placement of products. few: the place of the few rows. units: what makes the products."""
-    draft, used = _Draft(loops), {products.wide, *products.few, *products.terms}
+    draft, used = Draft(loops), {products.wide, *products.few, *products.terms}
     draft.grid += [At(axis.name, Place.GRID) for k, axis in enumerate(loops.axes) if k not in used]
     if products.few:
         name, size = draft.one(products.few, "few")

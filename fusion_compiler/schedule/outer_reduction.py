@@ -18,10 +18,14 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 # warps per multiprocessor: enough in flight with 32 elements per thread in three stages
 WARPS = 16
+TALL = ((4096, 1, 4, 2), (2048, 1, 4, 2), (8192, 1, 8, 2))  # rows are contiguous in memory, columns are not
 SQUARE = ((64, 64, 8, 2), (32, 128, 8, 2), (128, 32, 8, 2))  # both memory orders touch whole sectors
 # sums of one column: (elements, programs per multiprocessor, warps)
 ALL = ((8192, 4, 8), (4096, 8, 4), (2048, 8, 4), (16384, 2, 16))
 WHOLE = (1, 0, 8, 2)  # for nests that also store elements, row by row
+UNKNOWN = 1 << 30  # what stands for a number of rows that is known only at run time
+TURNS = 4  # blocks of one column that each program sums up, where the number of elements is unknown
+ROWS_EACH = 1024  # rows of each program where their number is unknown; TURNS blocks if these are as tall
 
 
 def suits(a: Analysis) -> bool:
@@ -34,12 +38,12 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
 
 def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     """Return the best tiles as a formula, because they depend on the number of columns per multiprocessor."""
-    width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
+    width, count = max(1, hint(a.size(COLS))), _count(a)
     if a.size(COLS) == 1:
         return _one_column(device, count)
     stored = any(s.value not in a.after_rows for s in a.loops.stores)
     by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
-    tiles = SQUARE if a.mixed else tuple(_tiles(width, count, device))
+    tiles = SQUARE if a.mixed else TALL if a.only_tall else tuple(_tiles(width, count, device))
     return from_shapes(a, device, ((WHOLE,) if by_row else ()) + tiles)
 
 
@@ -55,7 +59,7 @@ def others(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
 
 
 def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> tuple[RowTile, ...]:
-    width, count = max(1, hint(a.size(COLS))), hint(a.size(ROWS))
+    width, count = max(1, hint(a.size(COLS))), _count(a)
     width_padded, tallest = padded(width), padded(count)
     schedules: dict[RowTile, None] = {}
     for rows, cols, warps, share in shapes:
@@ -65,10 +69,13 @@ def from_shapes(a: Analysis, device: DeviceSpec, shapes: tuple[Shape, ...]) -> t
             continue
         block, rows = min(cols, width_padded), min(rows, tallest)
         warps = max(1, min(warps_of(warps, device), rows * block // (16 * device.warp_size)))
-        programs = _programs(count, rows, share * device.sms // -(-width // block))
-        if isinstance(a.size(ROWS), int) and rows >= count:  # all loads at once
+        if count == UNKNOWN:
+            turns = ROWS_EACH // rows or TURNS
+            schedules[RowTile(rows, block, Cols.GRID, num_warps=warps, num_stages=3, turns=turns)] = None
+        elif rows >= count:  # all loads at once
             schedules[RowTile(rows, block, Cols.GRID, num_warps=warps)] = None
         else:
+            programs = _programs(count, rows, share * device.sms // -(-width // block))
             schedules[_staged(rows, block, Cols.GRID, programs, warps)] = None
     return tuple(schedules)
 
@@ -96,9 +103,16 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
         yield max(1, 1024 * w // cols), cols, w, 2
 
 
+def _count(a: Analysis) -> int:
+    size = a.size(ROWS)
+    return size if isinstance(size, int) else UNKNOWN
+
+
 def _programs(count: int, rows: int, most: int) -> int:
     """Return the number of programs along the rows: at most one wave, or more if one would add too many
     rows."""
+    if count == UNKNOWN:
+        return max(1, most)
     return enough(max(1, min(-(-count // rows), most)), count, rows)
 
 
@@ -107,6 +121,9 @@ def _one_column(device: DeviceSpec, count: int) -> tuple[RowTile, ...]:
     schedules: dict[RowTile, None] = {}
     for elements, share, warps in ALL:
         rows = min(elements, padded(count))
+        if count == UNKNOWN:
+            schedules[RowTile(rows, 1, Cols.WHOLE, num_warps=warps_of(warps, device), turns=TURNS)] = None
+            continue
         programs = _programs(count, rows, share * device.sms)
         schedules[RowTile(rows, 1, Cols.WHOLE, programs, warps_of(warps, device))] = None
     return tuple(schedules)

@@ -5,6 +5,7 @@ Legality, the registers of a thread and the code generator derive their facts ab
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     store_operands,
 )
+from fusion_compiler.schedule.analysis import ceil_div
 from fusion_compiler.schedule.placement import Align, Leaf, Place, Placement, Stage
 
 NOWHERE = frozenset[Leaf]()
@@ -137,6 +139,16 @@ class PlacedAxes:
     def reduced_by(self, node: Reduce) -> frozenset[Leaf]:
         """Return what each program reduces of a reduction."""
         return frozenset(leaf for leaf in self.of_axes(node.axes) if leaf.place is not Place.GRID)
+
+    def last_group(self) -> tuple[Dim, Leaf, Leaf] | None:
+        """Return (blocks, groups, blocks of a group) of an axis whose blocks the grid has in groups, of which
+        the last one may have fewer; None if there is no such axis."""
+        for outer, inner in itertools.permutations(self.grid, 2):
+            if outer.axis == inner.axis and outer.step == inner.step * inner.extent:
+                blocks = ceil_div(self.axes[inner.axis].size, inner.step)
+                if quotient(blocks, inner.extent) is None:
+                    return blocks, outer, inner
+        return None
 
     def outermost(self, axis: int) -> Sequence[Leaf]:
         """Return the leaves of an axis, or of the one with which it is fused."""

@@ -14,6 +14,8 @@
     combine(r, TURN)    each turn of a loop over the reduction r reduces what a thread loads in it, instead of
                         once behind the loop
     combine(r, EACH)    each program makes all of the reduction r, whose axes programs share, by itself
+    combine(r, CARRIED) one loop makes the reduction r and those over the same axis that it reads; the sum is
+                        rescaled when these change (`schedule.carried`)
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
     access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
@@ -55,6 +57,7 @@ class Stage(StrEnum):
     LAST = "LAST"
     TURN = "TURN"
     EACH = "EACH"
+    CARRIED = "CARRIED"
 
 
 class Printed:

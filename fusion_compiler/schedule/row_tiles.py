@@ -43,6 +43,8 @@ class RowTile(NamedTuple):
     block_rows, block_cols: extents of a tile, powers of two.
     cols: how the columns are covered.
     programs: how many programs share the rows in a loop; None means one block per program.
+    turns: blocks of consecutive rows that each program goes through in a loop, if not 0. There are as many
+        programs then as the rows need, however many these are at run time. `programs` is None.
     splits: programs that share a block of rows, each with consecutive columns. They run at the same time and
         exchange the results of their reductions, as 32 bits per row, once per block. In a loop over rows,
         `programs` counts groups of them.
@@ -61,10 +63,12 @@ class RowTile(NamedTuple):
     splits: int = 1
     word: int = 0
     registers: int | None = None
+    turns: int = 0
 
     def __str__(self) -> str:
         split = f" of {self.splits} parts" if self.splits > 1 else ""
         loop = f", {self.programs} programs" if self.programs else ""
+        loop += f", {self.turns} turns" if self.turns else ""
         stages = f", {self.num_stages} stages" if self.num_stages > 1 else ""
         by = f" by {self.word}" if self.word != WORD else ""
         window = f" misaligned{by}" if self.misaligned else ""
@@ -116,7 +120,7 @@ def placement_of(a: Analysis, s: RowTile) -> Placement:
                 directives += more
     outer += [At(a.loops.axes[axis].name, Place.LOOP) for axis in sorted(a.ragged)]
     if a.across_rows and not a.ends_in_a_row:
-        programs = s.programs or ceil_div(a.size(ROWS), s.block_rows)
+        programs = s.programs or ceil_div(a.size(ROWS), s.block_rows * max(1, s.turns))
         if isinstance(programs, int) and 1 < programs <= MOST_TICKETS:
             names = dict.fromkeys(a.loops.names[n] for n in a.across_rows)
             lanes += [In(name, Stage.LAST) for name in names]
@@ -141,6 +145,9 @@ def _of_rows(name: str, a: Analysis, s: RowTile) -> Directives:
     lanes: list[Directive] = []
     if s.block_rows > 1:
         block, lanes, name = [Split(name, s.block_rows)], [At(f"{name}.i", Place.LANES)], f"{name}.o"
+    if s.turns:
+        in_turns: list[Directive] = [At(f"{name}.o", Place.GRID), At(f"{name}.i", Place.LOOP)]
+        return [*block, Split(name, s.turns)], in_turns, lanes
     if s.programs is None:
         return block, [At(name, Place.GRID)], lanes
     if s.programs == 1:

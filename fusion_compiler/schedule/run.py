@@ -14,6 +14,7 @@ import sympy
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import COLS, operands_of
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Place, Placement, Stage
 from fusion_compiler.schedule.shapes import WARP, padded
@@ -85,7 +86,22 @@ class Run:
     @cached_property
     def sharing(self) -> SharedReductions | None:
         """Return what programs do with reductions that they share, as `sharing_of` does."""
-        return sharing_of(self.a, self.placement, self.where) if self.a.over_different_axes else None
+        if not self.a.over_different_axes and not self.merged:
+            return None
+        return sharing_of(self.a, self.placement, self.where, self.merged)
+
+    @cached_property
+    def carried(self) -> Mapping[int, Carried | str]:
+        """Return how loops make reductions together with those that they read, or why they cannot."""
+        names = self.placement.combined(Stage.CARRIED)
+        numbers = (n for n, name in enumerate(self.a.loops.names) if name in names)
+        return {n: carried_of(self.a.loops, n) for n in numbers}
+
+    @cached_property
+    def merged(self) -> frozenset[int]:
+        """Return the carried reductions and those that they read: the law merges parts of them."""
+        pairs = ((n, of.reads) for n, of in self.carried.items() if isinstance(of, Carried))
+        return frozenset(number for n, reads in pairs for number in (n, *reads))
 
     @cached_property
     def where(self) -> PlacedAxes:

@@ -13,7 +13,7 @@ Each program reduces its own part. What happens with the part depends on what re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,15 +23,20 @@ from fusion_compiler.ir.loops import LoopNest, Reduce, operands_of, with_operand
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.placed_axes import NOWHERE, PlacedAxes, placed
 from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.tile_products import is_chained
 
 
-def sharing_of(a: Analysis, placement: Placement, where: PlacedAxes) -> SharedReductions | None:
+def sharing_of(
+    a: Analysis, placement: Placement, where: PlacedAxes, carried: Collection[int] = ()
+) -> SharedReductions | None:
     """Return what programs do with the reductions of a nest over different axes (`over_different_axes`) that
-    they share; None where one program has all that is reduced. where: the nest's axes under the placement."""
+    they share; None where one program has all that is reduced. where: the nest's axes under the placement.
+    carried: reductions whose parts the law of carried reductions merges."""
     places = {leaf.place for leaves in where.leaves.values() for leaf in leaves}
-    if Place.UNROLL in places or any(isinstance(d, On) for d in placement.directives):
+    in_products = any(isinstance(d, On) for d in placement.directives)
+    if Place.UNROLL in places or (in_products and not is_chained(a, placement)):
         return None
-    sharing = SharedReductions.of(a, where)
+    sharing = SharedReductions.of(a, where, carried)
     return sharing if sharing.leaves or places & {Place.LOOP, Place.SHARED} else None
 
 
@@ -52,7 +57,7 @@ class SharedReductions:
     refusal: str | None
 
     @classmethod
-    def of(cls, a: Analysis, where: PlacedAxes) -> SharedReductions:
+    def of(cls, a: Analysis, where: PlacedAxes, carried: Collection[int]) -> SharedReductions:
         loops, uses = a.loops, a.uses
         leaves, partial, exchanged = dict[int, tuple[Leaf, ...]](), set[int](), set[int]()
         left = dict[int, frozenset[Leaf]]()  # by reader, the leaves of the inner reductions that it reads
@@ -66,6 +71,9 @@ class SharedReductions:
                 continue
             leaves[n], use = shared, uses[n]
             on_grid = any(leaf.place is Place.GRID for leaf in shared)
+            if n in carried and on_grid:
+                partial.add(n)
+                continue
             if on_grid and (use.needs_all is not None or use.readers):
                 reader = min(use.readers) if use.needs_all is None else use.needs_all
                 refusal = refusal or f"{loops.names[reader]} needs {loops.names[n]}, which programs share"
@@ -78,7 +86,8 @@ class SharedReductions:
             together = {m for m in partial if not uses[m].stored.isdisjoint(uses[n].stored)}
             needed = with_operands(loops, uses[n].stored, partial)
             others = {m for m in needed - partial if isinstance(loops.nodes[m], Reduce)}
-            if len({(leaves[m], where.depends[m]) for m in together}) > 1 or others:
+            forms = {(leaves[m], NOWHERE if m in carried else where.depends[m]) for m in together}
+            if len(forms) > 1 or others:
                 refusal = refusal or f"what is stored of {loops.names[n]} needs other reductions"
         self = cls(loops, where, leaves, frozenset(partial), frozenset(exchanged), refusal)
         return self if refusal else replace(self, refusal=self._refusal())

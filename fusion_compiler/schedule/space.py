@@ -9,7 +9,8 @@ Each kind of schedules of rows and columns is a module. For a loop nest `a` it h
     others(a, device)        other reasonable ones.
 
 At least one kind suits any nest of rows and columns. If all of those refuse, there is no kernel, and the
-reason is the first one's. Nests of other axes have placements from `tiles`, `few_rows` and `windowed`.
+reason is the first one's. Nests of other axes have placements from `tiles`, `few_rows`, `matrix_products` and
+`windowed`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fusion_compiler.schedule import (
     cooperative,
     inner_reduction,
     looped,
+    matrix_products,
     misaligned,
     outer_reduction,
     persistent,
@@ -124,7 +126,10 @@ def cheapest(roofline: Roofline) -> Cost:
     else:
         runs = list(map(roofline.run, tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]))
     if not runs:
-        raise LookupError(refusal(a, device) or "no schedule")
+        reason = refusal(a, device)
+        if reason is None and a.matrices is not None:
+            reason = matrix_products.refuses(a, a.matrices, matrix_products.itemsizes_of(roofline))
+        raise LookupError(reason or "no schedule")
     return min(map(roofline.cost, runs), key=attrgetter("us"))
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, rounding_of, source_of
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
-from fusion_compiler.schedule.placement import Leaf, On, Place, Placement
+from fusion_compiler.schedule.placement import At, Leaf, On, Place, Placement
 from fusion_compiler.schedule.products import factors_of
+from fusion_compiler.schedule.shapes import WARP
 
 SMALLEST = 16  # rows and terms of a product that tensor cores take
 TALL = 64  # rows of a tile that all warps of a program multiply together
@@ -20,6 +22,8 @@ APART = (Place.LOOP, Place.GRID)  # where the terms may lie that a tile has not
 # What one bfloat16 number holds exactly.
 ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly
+FLOAT8_SUMS = 64  # of a thread in float8: the last terms have sums of their own, which are added to float32
+HALVES = (torch.bfloat16, torch.float16)  # what tensor cores multiply as it is, as they do float8
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class Product:
     rows: Leaf
     few: Leaf
     terms: Leaf
+
+    @property
+    def is_wide(self) -> bool:
+        """True if both factors have many rows, so that they go into tensor cores as they are."""
+        return self.few.lanes > FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -90,21 +99,37 @@ def products_of(
     return {n: product for n, product in products if product is not None}
 
 
+def is_chained(a: Analysis, placement: Placement) -> bool:
+    """True if programs go through the axis of a chain of products in a loop."""
+    name = None if a.chain is None else a.loops.axes[a.chain.loop].name
+    in_loops = (d for d in placement.directives if isinstance(d, At) and d.place is Place.LOOP)
+    return name is not None and any(d.axis.split(".")[0] == name for d in in_loops)
+
+
 def with_exact_products(
     loops: LoopNest, placements: tuple[Placement, ...], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Placement, ...]:
     """Return the placements in which tensor cores make no product whose result needs more digits of the
-    matrix than they take. dtypes: of the buffers."""
+    matrix than they take, or more sums than registers hold. dtypes: of the buffers."""
     if not any(isinstance(directive, On) for placement in placements for directive in placement.directives):
         return placements
-    short = Analysis(loops).fp16_values(dtypes)
+    a = Analysis(loops)
+    if any(is_chained(a, placement) for placement in placements):
+        return placements  # factors that are computed are rounded as a library's attention rounds them
+    short = a.fp16_values(dtypes)
 
-    def is_exact(number: int, of: Product) -> bool:
+    def suits(number: int, of: Product, warps: int) -> bool:
+        if of.is_wide:
+            dtype = multiplied_as(loops, dtypes, (of.matrix, of.vectors))
+            is_few = of.rows.lanes * of.few.lanes <= FLOAT8_SUMS * WARP * warps
+            return dtype is not None and (dtype.itemsize > 1 or is_few)
         matrix, vectors = held(loops, dtypes, of.matrix), held(loops, dtypes, of.vectors)
         terms = Terms.of(matrix, vectors, number not in short)
         return terms.matrix == 1 or number in short or matrix in TWO
 
-    return tuple(p for p in placements if all(is_exact(n, of) for n, of in products_of(loops, p).items()))
+    return tuple(
+        p for p in placements if all(suits(n, of, p.num_warps) for n, of in products_of(loops, p).items())
+    )
 
 
 def parts_of_terms(rows: int, terms: int, warps: int) -> int:
@@ -122,3 +147,26 @@ def held(loops: LoopNest, dtypes: Mapping[str, torch.dtype], number: int) -> tor
     if rounding_of(node) == str(torch.bfloat16):
         return torch.bfloat16
     return dtypes[node.buffer] if isinstance(node, Load) else None
+
+
+def multiplied_as(
+    loops: LoopNest, dtypes: Mapping[str, torch.dtype], factors: tuple[int, int]
+) -> torch.dtype | None:
+    """Return the dtype that represents all numbers of two factors and that tensor cores multiply, or None.
+
+    dtypes: of the buffers. A factor is exact where it is loaded in 8 or 16 bits or rounded to them, as eager
+    rounds what it multiplies in 16 bits. What eager multiplies in float32 has no such dtype.
+    """
+    first, second = (_rounded_to(loops, n) or held(loops, dtypes, n) for n in factors)
+    if first == second and first in (*HALVES, torch.float8_e4m3fn):
+        return first
+    half, other = (first, second) if first in HALVES else (second, first)
+    if half in HALVES and other in ONE and other is not torch.bfloat16:
+        return half
+    return torch.bfloat16 if first in ONE and second in ONE else None
+
+
+def _rounded_to(loops: LoopNest, number: int) -> torch.dtype | None:
+    """Return the 16-bit dtype to which a node rounds; None for all others."""
+    rounding = rounding_of(loops.nodes[source_of(loops.nodes, number)])
+    return next((dtype for dtype in HALVES if rounding == str(dtype)), None)

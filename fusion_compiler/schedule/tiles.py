@@ -32,7 +32,7 @@ from fusion_compiler.ir.loops import (
     Store,
     axes_in,
 )
-from fusion_compiler.schedule import few_rows
+from fusion_compiler.schedule import chained, few_rows, matrix_products
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
@@ -60,13 +60,16 @@ NO_HINTS: Mapping[sympy.Symbol, int] = {}
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     """Return why no tile runs a nest on a device, or None if one does."""
     loops = a.loops
+    if a.matrices is not None:
+        return matrix_products.refuses(a, a.matrices)
     for axis in loops.axes:
         if axis.group == INNER and not isinstance(axis.size, int):
             return f"a tile has no room for {axis.size} elements of {axis.name}"
     if a.products is not None:
         return None  # in a loop
     if (least := min(_least(loops, group) for group in _groups(a))) > LARGEST_TILE:
-        if next(_legal(a, parts(a, _by_stride(loops), device, NO_HINTS)), None) is None:
+        in_loops = (*_chained(a, device), *parts(a, _by_stride(loops), device, NO_HINTS))
+        if next(_legal(a, in_loops), None) is None:
             return f"a tile of {least} elements is too large ({LARGEST_TILE})"
     overlapping = (n for n in loops.nodes if isinstance(n, Load) and not _is_injective(loops, n.index))
     if (load := next(overlapping, None)) is not None:
@@ -83,6 +86,8 @@ def placements(
     if refuses(a, roofline.device) is not None:
         return ()
     loops = a.loops
+    if a.matrices is not None:
+        return matrix_products.placements(a, a.matrices, roofline, hints)
     itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
     dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
     products = roofline.work.products
@@ -92,6 +97,8 @@ def placements(
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
             runs.sort(key=roofline.us)
         return with_exact_products(loops, tuple(run.placement for run in runs), dtypes)
+    if of_chain := tuple(run.placement for run in _legal(a, _chained(a, roofline.device), hints)):
+        return of_chain
     in_parts = islice(_legal(a, parts(a, _by_stride(loops), roofline.device, hints), hints), KEPT)
     if of_parts := tuple(run.placement for run in in_parts):
         return of_parts
@@ -113,6 +120,14 @@ def _legal(
     """Yield the runs of a nest under the placements that can run it."""
     runs = (Run(a, placement, hints) for placement in dict.fromkeys(placements))
     return (run for run in runs if refusal_of(run) is None)
+
+
+def _chained(a: Analysis, device: DeviceSpec) -> Iterator[Placement]:
+    """Yield placements of a chain of products with many rows, or of one that no tile holds."""
+    if a.chain is not None:
+        rows = hint(a.loops.axes[a.chain.rows].size)
+        if rows > MOST_SHARING or _least(a.loops, a.inner) > LARGEST_TILE:
+            yield from chained.placements(a.loops, a.chain, _by_stride(a.loops), device)
 
 
 def _groups(a: Analysis) -> list[frozenset[int]]:

@@ -23,6 +23,7 @@ from fusion_compiler.ir.effects import is_impure
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.overwrite import may_lie_over
 from fusion_compiler.ir.plan import FusionPlan
+from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ir.writes import base_of, memory, root
 from fusion_compiler.ops.schema import written
 
@@ -139,6 +140,8 @@ def sparkline(values: Sequence[int]) -> str:
 
 
 def _size(size: int) -> str:
+    if size < 50_000:  # less than a tenth of a megabyte
+        return human_bytes(size)
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import re
 import stat
@@ -33,6 +34,7 @@ from typing import Any
 
 from fusion_compiler.errors import CacheError, FusionWarning
 
+_log = logging.getLogger("fusion_compiler.support")
 DEFAULT_BYTES = 64 * 2**20
 RECORD = re.compile(r"[0-9a-f]{64}\.json")
 UNFINISHED = re.compile(r"[0-9a-f]{64}\.\w+\.tmp")
@@ -178,6 +180,7 @@ class Store:
             return self._memory[key.digest]
         file = self.file(key)
         record = read_record(file) if is_own(file.parent) else None
+        _log.debug("%s %s: %s", key.kind.name, key.digest[:12], "not on disk" if record is None else "read")
         if record is None:
             return None
         with contextlib.suppress(OSError):  # used now: the last to be evicted
@@ -258,7 +261,9 @@ class Store:
 
     def _give_up(self, error: OSError) -> None:
         self._on_disk = False
-        text = f"{CacheError(path=self.path, detail=error)}; until then every process tunes and plans anew"
+        is_file = self.path.exists() and not self.path.is_dir()
+        reason = "it is a file, not a folder" if is_file else error
+        text = f"{CacheError(path=self.path, detail=reason)}; until then every process tunes and plans anew"
         warnings.warn(text, FusionWarning, stacklevel=3)
 
 

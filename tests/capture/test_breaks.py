@@ -148,6 +148,35 @@ class Module(nn.Module):
         return masked(x)
 
 
+def test_code_that_torch_fx_printed_is_no_place_in_a_file() -> None:
+    graph = torch.fx.symbolic_trace(lambda x: torch.unique(x + 1) * 2)
+    with pytest.warns(FusionWarning, match=r"(?s)breaks the graph.*at torch.fx graph:\d+") as caught:
+        fast = fc.compile(graph, backend="eager")
+        fast(torch.randn(8))
+    assert all(w.filename == __file__ for w in caught)
+    assert "\n  torch.fx graph:" in str(fast.plan) and "eval_with_key" not in str(fast.plan)
+
+    class Around(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return graph(x)
+
+    with pytest.warns(FusionWarning, match=r"at .*test_breaks\.py:\d+: return graph\(x\)") as caught:
+        fc.compile(Around(), backend="eager")(torch.randn(8))
+    assert all(w.filename == __file__ and "eval_with_key" not in str(w.message) for w in caught)
+
+
+def test_a_break_without_a_line_names_the_function_that_was_called() -> None:
+    def grown(x: Tensor, by: int) -> Tensor:
+        return x + by
+
+    fast = fc.compile(grown, backend="eager", dynamic=False)
+    with pytest.warns(FusionWarning, match=r"grown: Dynamo recompile limit exceeded"):
+        for size in range(1, torch._dynamo.config.recompile_limit + 3):
+            fast(torch.randn(size), size)
+    text = " ".join(str(fast.plan).split())
+    assert "grown: Dynamo recompile limit exceeded" in text and "somewhere" not in text
+
+
 def test_a_report_lists_them() -> None:
     report = fc.explain(Module(), torch.randn(4, 6))
     (one,) = report.breaks

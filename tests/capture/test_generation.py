@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -12,10 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusion_compiler as fc
 from fusion_compiler.ir.writes import base_of
-from tests import ROOT
 from tests.capture.test_in_place import copies
-
-README = (ROOT / "README.md").read_text()
 
 
 def llama() -> Any:
@@ -85,9 +81,3 @@ def test_no_graph_is_compiled_after_the_second_token(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(type(fast), "forward", counted)
     generated(fast, torch.randint(3, 120, (1, 6)), 40, "static")
     assert calls == [1, *[2] * 39]
-
-
-@pytest.mark.filterwarnings("ignore:the graph is on cpu")
-def test_the_readmes_example() -> None:
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "generate(" in b)
-    exec(compile(block, "README.md", "exec"), {})

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+import fusion_compiler as fc
 from fusion_compiler.cli import doctor
 from fusion_compiler.cli.commands import DONE, FAILED, main
 from fusion_compiler.cli.doctor import FAIL, OK, WARN, Check
-from fusion_compiler.support.store import TUNING, Store
+from fusion_compiler.support import store as store_module
+from fusion_compiler.support.store import PLAN, TUNING, Store, read_record
 from tests import ROOT
 
 
@@ -160,6 +162,24 @@ def test_caches_are_counted_and_damage_is_seen(monkeypatch: pytest.MonkeyPatch, 
     (store.folder(TUNING) / f"{'0' * 64}.json").write_text("damaged")
     check = doctor.check_cache()
     assert check.status == WARN and "2 entries" in check.text and "1 of them damaged" in check.text
+
+
+def test_damaged_plans_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSION_CACHE_DIR", str(tmp_path))
+    model = fc.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), backend="interpret")
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert doctor.check_cache().status == OK
+    (file,) = Store().files(PLAN)
+    record = read_record(file)
+    assert record is not None
+    record["value"]["values"] = record["value"]["values"][1:]  # a whole record, and no plan
+    file.write_text(store_module._seal(record))
+    check = doctor.check_cache()
+    assert check.status == WARN and "1 of them damaged" in check.text
+    file.write_bytes(file.read_bytes()[:100])
+    check = doctor.check_cache()
+    assert check.status == WARN and "1 of them damaged" in check.text
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

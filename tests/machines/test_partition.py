@@ -146,6 +146,53 @@ def test_masks_are_computed_again_where_that_is_cheaper() -> None:
     assert not fast.stages[1].repeated
 
 
+def test_what_is_written_into_is_never_computed_again() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros(8, 8)
+            mask[:, 2] = 1.0  # through a view
+            early = mask > 0.5
+            mask.add_(1.0)
+            for layer in self.layers:
+                x = layer(x) * mask + early
+            return x
+
+    model, x = Masked(), torch.randn(8, 8)
+    plan = fc.partition(model, (x,), machines=THREE, links=LINK, cuts=("linear_1", "linear_2"))
+    torch.testing.assert_close(run(plan.modules(), x), model(x), rtol=0, atol=0)
+    assert not plan.repeated
+
+
+def test_rotary_factors_without_gradients_are_computed_again() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("rates", torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                angles = self.rates * torch.arange(x.shape[0])[:, None]  # type: ignore[operator]
+                cos, sin = angles.cos(), angles.sin()
+            for layer in self.layers:
+                x = layer(x) * cos + sin
+            return x
+
+    model, x = Rotary().double(), torch.randn(512, 8).double()
+    for measured in (False, True):
+        cuts = ("linear_1", "linear_2")
+        plan = fc.partition(model, (x,), machines=THREE, links=LINK, measured=measured, cuts=cuts)
+        torch.testing.assert_close(run(plan.modules(), x), model(x), rtol=0, atol=0)
+        if not measured:  # a CPU that is busy may take longer than the link
+            assert all(len(e.tensors) == 1 for e in plan.edges)
+            again = [d for d in plan.decisions if d.rule == "computed again"]
+            assert len(again) == 2 and all("stages 1, 2" in d.reason for d in again)
+
+
 def test_random_numbers_are_never_drawn_again() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,12 +63,17 @@ def test_prints_to_stderr(capsys: pytest.CaptureFixture[str]):
     assert out == "" and err == f"{layered_plan()}\n"
 
 
-@pytest.mark.parametrize("value", ["5", "yes", "-1", "1.5"])
+@pytest.mark.parametrize("value", ["half", "-1", "1.5"])
 def test_a_wrong_level_warns_and_is_ignored(value: str):
     with pytest.warns(
-        FusionWarning, match=f"FUSION_DEBUG='{value}' is ignored: set it to a level from 0 to 4"
+        FusionWarning, match=f"FUSION_DEBUG='{value}' is ignored: set it to a level from 0 to 4, or to true"
     ):
         assert run({"FUSION_DEBUG": value}) == ""
+
+
+def test_words_and_higher_levels_are_taken():
+    for words, level in ((("true", "YES", "on"), "1"), (("False", "no", "off"), "0"), (("5", "99"), "4")):
+        assert {run({"FUSION_DEBUG": word}) for word in words} == {run({"FUSION_DEBUG": level})}
 
 
 def test_dump_writes_everything_and_prints_nothing(tmp_path: Path):
@@ -88,6 +98,67 @@ def test_a_dump_has_the_graphs_that_are_compiled(tmp_path: Path, monkeypatch: py
     for name in ("graph0.forward", "graph0.backward"):
         for stage in ("capture", "stitch"):
             assert "return" in (tmp_path / name / f"graph-{stage}.py").read_text()
+
+
+class Written(torch.nn.Module):
+    """Its kernels come from two lines."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.tanh(x) * 2
+        return wide @ x.T
+
+
+def line_of(text: str) -> str:
+    return f"test_debug.py:{Path(__file__).read_text().splitlines().index(text) + 1}"
+
+
+def test_a_dump_holds_the_kernels_and_the_users_lines_on_a_cpu_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FUSION_DUMP", str(tmp_path))
+    fast = fc.compile(Written(), backend="eager")
+    fast(torch.randn(8, 8))
+    folder = tmp_path / "graph0.inference"
+    (kernel,) = (folder / "kernels").iterdir()
+    assert "@triton.jit" in kernel.read_text()
+    line = line_of("        wide = torch.tanh(x) * 2")
+    assert f"from {line}" in kernel.read_text()
+    assert f"        at {line}\n" in (folder / "plan.txt").read_text()
+    assert line in (folder / "graph-capture.py").read_text()
+    assert " 512 B in mm" in (folder / "plan.txt").read_text()
+
+
+def test_each_room_logs_under_its_name(caplog: pytest.LogCaptureFixture):
+    fast = fc.compile(Written(), backend="eager")
+    with caplog.at_level(logging.DEBUG, logger="fusion_compiler"):
+        fast(torch.randn(8, 8))
+    texts: dict[str, str] = {}
+    for record in caplog.records:
+        texts[record.name] = texts.get(record.name, "") + record.getMessage()
+    assert "plan graph0.inference for" in texts["fusion_compiler.compiler"]
+    assert "aten.tanh" in texts["fusion_compiler.capture"]
+    assert "def forward" in texts["fusion_compiler.stitch"]
+    assert "@triton.jit" in texts["fusion_compiler.codegen"]
+    assert re.search(r"plan [0-9a-f]{12}: (read|not on disk)", texts["fusion_compiler.support"])
+    assert {r.levelname for r in caplog.records if r.name == "fusion_compiler.compiler"} == {"INFO"}
+
+
+SCRIPT = """
+import torch, fusion_compiler as fc
+fc.compile(lambda x: torch.tanh(x) * 2, backend="eager")(torch.randn(8, 8))
+"""
+
+
+def test_torch_logs_and_torch_trace_show_plans_and_kernels(tmp_path: Path):
+    environment = os.environ | {"TORCH_LOGS": "+fusion_compiler", "TORCH_TRACE": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(fc.__file__).parent.parent)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "plan graph0.inference for" in done.stderr and "@triton.jit" in done.stderr
+    trace = "".join(file.read_text() for file in tmp_path.iterdir() if file.suffix == ".log")
+    names = set(re.findall(r'"artifact": {"name": "fusion_compiler_([^"]+)", "encoding": "string"}', trace))
+    assert {"graph0.inference_plan.txt", "graph0.inference_graph-capture.py"} <= names
+    assert any("_kernels_" in name for name in names) and "plan graph0.inference for" in trace
 
 
 def test_a_second_compilation_does_not_overwrite_the_first(tmp_path: Path):

@@ -15,7 +15,7 @@ from benchmarks.kernels.case import PHASES
 from benchmarks.kernels.sizes import SWEEP_WIDTHS
 from benchmarks.kernels.sizes import sweep as sweep_cases
 from benchmarks.pages.plot import Line, svg
-from benchmarks.pages.readme import FIGURES, RESULTS, page_of, write_performance
+from benchmarks.pages.readme import FIGURES, RESULTS, page_of, write_figures
 from benchmarks.pages.reports import rewritten
 
 ORIGIN = {
@@ -86,9 +86,9 @@ def results(folder: Path) -> Path:
 
 
 def test_the_page_holds_results_to_their_bars_and_keeps_what_a_person_wrote(tmp_path: Path) -> None:
-    page = tmp_path / "performance.md"
+    page = tmp_path / "figures.md"
     page.write_text(f"mine\n<!-- {FIGURES} -->\nold\n<!-- end of figures -->\nmine too\n")
-    write_performance(results(tmp_path), tmp_path)
+    write_figures(results(tmp_path), tmp_path)
     text = page.read_text()
     assert text.startswith("mine\n") and text.endswith("mine too\n") and "old" not in text
     assert "| softmax, 4096 wide, fwd | 1 | 0.95 | 0.97 | met |" in text
@@ -102,5 +102,5 @@ def test_the_page_holds_results_to_their_bars_and_keeps_what_a_person_wrote(tmp_
 
 
 def test_the_page_is_what_the_results_say() -> None:
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "figures.md").read_text()
     assert rewritten(page, FIGURES, page_of(RESULTS)) == page

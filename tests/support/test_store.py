@@ -286,6 +286,8 @@ def test_unwritable_folder_warns_once_and_keeps_in_memory(tmp_path: Path) -> Non
         assert store.get(key("c")) is None and size(store) == 0
         remove_all(store)
     assert Store(occupied / "cache").get(key("a")) is None and occupied.read_text() == "not a folder"
+    with pytest.warns(FusionWarning, match=f"{occupied} cannot be used: it is a file, not a folder"):
+        Store(occupied).put(key("a"), 1)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(__file__)])

@@ -19,7 +19,7 @@ from fusion_compiler.ir.dag import FEW_ROWS, LEAST_SHARING, Op, OpDag
 from fusion_compiler.ir.decision import DELIBERATE_CALL, EAGER_OP, LIBRARY_CALL, Decision, Outcome
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
-from fusion_compiler.ir.loops import Load, LoopNest, is_only_stored_in_place
+from fusion_compiler.ir.loops import COLS, Load, LoopNest, is_only_stored_in_place
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
@@ -36,6 +36,7 @@ from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
+from fusion_compiler.schedule.matrices import Matrices
 from fusion_compiler.schedule.products import Products
 from fusion_compiler.schedule.work import BufferInfo
 
@@ -137,6 +138,10 @@ class Candidates:
         product = product_of(self.dag, op) if op.kind is Kind.CONTRACTION else None
         return product is not None and product.shares_matrix
 
+    def has_many_rows(self, op: Op) -> bool:
+        """True if an op is a product of two matrices with many rows, which is bound by arithmetic."""
+        return op.kind is Kind.CONTRACTION and op.target not in depthwise.CALLS and not self.streams(op)
+
     def cheap(self, op: Op) -> bool:
         """True if computing an op again costs no more than reading its result: it reads one tensor at most,
         which is not wider than the result, or it draws random numbers, which take half the time in which
@@ -193,6 +198,11 @@ class Candidates:
 
     def price(self, ops: tuple[str, ...], outputs: tuple[str, ...]) -> tuple[LoopNest, Cost]:
         """Return the fastest loop nest of a set of ops and its cost. Raises Illegal."""
+        if any(self.has_many_rows(self.dag.op(name)) for name in ops):
+            try:
+                return self.form(ops, outputs, None, in_tile=True)
+            except LookupError as error:
+                raise Illegal("schedule", str(error)) from None
         splits = (*index_splits_of(self.dag, ops, outputs), *splits_of(self.dag, ops))
         if any(self.shares_matrix(self.dag.op(name)) for name in ops):
             with contextlib.suppress(Illegal):
@@ -246,7 +256,7 @@ class Candidates:
         )
         loops = simplify(lowered)
         if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
-            if Products.of(loops, self.hints) is None:
+            if Products.of(loops, self.hints) is None and Matrices.of(loops) is None:
                 raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
         analysis = Analysis(loops)
         best = self.checked(analysis, ops)
@@ -255,6 +265,10 @@ class Candidates:
             with contextlib.suppress(Illegal):
                 along = self.checked(Analysis(simplify(lowered, by_memory=True)), ops)
                 best = min(best, along, key=lambda form: form[1].us)
+        if analysis.reads_rows and not isinstance(analysis.size(COLS), int):  # nothing shares such a row
+            with contextlib.suppress(Illegal):
+                shared = self.checked(Analysis(simplify(lowered, turned=True)), ops)
+                best = min(best, shared, key=lambda form: form[1].us)
         return best
 
     def checked(self, analysis: Analysis, ops: tuple[str, ...]) -> tuple[LoopNest, Cost]:

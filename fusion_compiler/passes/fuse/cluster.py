@@ -34,18 +34,19 @@ from fusion_compiler.patterns import DEFAULT_PATTERNS
 
 
 def cluster_name(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = (), limit: int = 6) -> str:
-    """Return a name that says what the kernel does: its whole patterns, and the names of its other ops."""
+    """Return a name that says what the kernel does."""
+    short = parts_of(dag, ops, matches)
+    return "_".join(short if len(short) <= limit else [*short[: limit - 1], "etc"])
+
+
+def parts_of(dag: OpDag, ops: tuple[str, ...], matches: Sequence[Match] = ()) -> list[str]:
+    """Return the names of what a kernel does, in order: its whole patterns, and its other ops."""
     skip = {"cast", "clone", "_to_copy", "full", "scalar_tensor", "where", "uniform"}
     first = {next(n for n in ops if n in set(m.ops)): m.name for m in matches}
     covered = {n for m in matches for n in m.ops} - first.keys()
     names = [first.get(n) or short_name(dag.op(n).target).strip("_") for n in ops if n not in covered]
     names = [n for n in names if n not in skip] or names
-    short: list[str] = []
-    for name in names:
-        if not short or short[-1] != name:
-            short.append(name)
-    shown = short if len(short) <= limit else [*short[: limit - 1], "etc"]
-    return "_".join(shown)
+    return [name for i, name in enumerate(names) if i == 0 or names[i - 1] != name]
 
 
 def plan(
@@ -64,18 +65,36 @@ def plan(
     matches: the matches of patterns in the graph.
     """
     setting = Setting(device, hints, numerics, tuple(matches))
-    solved = search, groups = solve(dag, setting)
+    return assembled(name, dag, solve(dag, setting), setting, backward=backward)
+
+
+def assembled(
+    name: str,
+    dag: OpDag,
+    solved: tuple[Search, list[list[int]]],
+    setting: Setting,
+    *,
+    backward: bool,
+    products: Decisions = (),
+) -> FusionPlan:
+    """Return the plan of what `solve` returns. products: what was decided about products with many rows."""
+    search, groups = solved
     pool = search.pool
-    clusters = _clusters(search, groups)
-    if numerics != "eager":
+    clusters = clusters_of(search, groups)
+    if setting.numerics != "eager":
         clusters = _mark_single_producers(clusters, dag)
-    calls = eager_calls(dag, backward, device, hints)
+    calls = eager_calls(dag, backward, setting.device, setting.hints)
     eager = _by_cluster(calls, clusters)
     clusters = [replace(c, eager=tuple(eager.get(c.name, ()))) for c in clusters]
+    held = {op for cluster in clusters for op in cluster.ops}
+    left = (call for call in pool.leftovers if call.subject not in held)
     early = pool.effort.note
     ended = () if early is None else (noted("search", f"ended before all was tried: {early}"),)
-    decisions = (*_rounded(dag), *_phase(dag, clusters, setting), *ended, *pool.leftovers)
-    plan = FusionPlan(name, dag, tuple(clusters), device.name, calls, decisions, setting, solved)
+    taken = tuple(d for d in products if not d.other)
+    decisions = (*_rounded(dag), *_phase(dag, clusters, setting), *ended, *taken, *left)
+    pairs = tuple(d for d in products if d.other)
+    device = setting.device.name
+    plan = FusionPlan(name, dag, tuple(clusters), device, calls, (*decisions, *pairs), setting, solved)
     return replace(plan, decisions=(*decisions, *_refused_hints(search, clusters), *Why(plan).edges()))
 
 
@@ -141,7 +160,7 @@ def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisio
     return (noted("phase", text),)
 
 
-def _clusters(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
+def clusters_of(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
     """Return a cluster for each group of candidates, given by their numbers, with a name of its own."""
     pool, clusters = search.pool, list[Cluster]()
     taken = set(pool.dag.order)
@@ -154,13 +173,14 @@ def _clusters(search: Search, groups: Sequence[Sequence[int]]) -> list[Cluster]:
         name = next(name for name in names if name not in taken)
         taken.add(name)
         pattern = ", ".join(dict.fromkeys(m.name for m in held)) or None
-        clusters.append(_cluster(name, ops, pattern, candidates, pool))
+        clusters.append(cluster_of(name, ops, pattern, candidates, pool))
     return clusters
 
 
-def _cluster(
+def cluster_of(
     name: str, ops: tuple[str, ...], pattern: str | None, candidates: list[Candidate], pool: Candidates
 ) -> Cluster:
+    """Return the cluster of candidates that share a launch."""
     nests, bases = tuple(p.loops for p in candidates), pool.bases
     loaded = dict.fromkeys(n.buffer for loops in nests for n in loops.nodes if isinstance(n, Load))
     cost = side_by_side([p.cost for p in candidates], pool.device)

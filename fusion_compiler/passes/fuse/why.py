@@ -25,6 +25,7 @@ from fusion_compiler.passes.fuse.candidates import Candidate
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.passes.fuse.horizontal import solve
 from fusion_compiler.passes.fuse.movement import Tensors
+from fusion_compiler.passes.fuse.products import retaken_groups
 from fusion_compiler.passes.fuse.reach import Reach, bits
 from fusion_compiler.passes.fuse.search import Search, one_or_apart
 from fusion_compiler.passes.lower.space import Illegal
@@ -88,12 +89,16 @@ class Why:
     @cached_property
     def solved(self) -> tuple[Search, dict[str, list[int]]]:
         """Return the finished search, and the numbers of each cluster's candidates in it."""
-        search, groups = self.plan.solved or solve(self.dag, self.setting)
+        search, groups = self.plan.solved or self._solved_again()
         numbers: dict[str, list[int]] = {}
         for cluster, group in zip(self.plan.clusters, groups, strict=True):
             assert cluster.outputs == tuple(o for n in group for o in search.candidates[n].outputs)
             numbers[cluster.name] = group
         return search, numbers
+
+    def _solved_again(self) -> tuple[Search, list[list[int]]]:
+        search, groups = solve(self.dag, self.setting)
+        return search, retaken_groups(search, groups, {op for c in self.plan.clusters for op in c.ops})
 
     def candidates(self, *units: Unit) -> list[Candidate]:
         """Return the independent programs that clusters hold."""
@@ -170,11 +175,14 @@ class Why:
 
     def refusal(self, a: str, b: str) -> Decision:
         """Return why two units are not one kernel. Raises KeyError for a name that no unit has."""
-        if decided := self.refused.get((a, b)) or self.refused.get((b, a)):
+        decided = self.refused.get((a, b)) or self.refused.get((b, a))
+        if decided is not None and decided.us is not None:
             return decided
         first, second = self.units[a], self.units[b]
         tensors = self.shared(first, second)
         bound = self.bound(first, second)
+        if decided is not None:
+            return apart(a, b, decided.rule, decided.reason, bound, True, tensors)
         calls = [u for u in (first, second) if u.cluster is None]
         if calls:
             return apart(a, b, *self._call_reason(first, second, calls), bound, True, tensors)

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from torch._ops import OpOverload
-
 from fusion_compiler.ir.dims import Dim, hint, product
 from fusion_compiler.ir.loops import (
     INNER,
@@ -22,7 +20,6 @@ from fusion_compiler.ir.loops import (
     LoopNest,
     Node,
     Reduce,
-    applied,
     cast_of,
     groups_of,
     is_applied,
@@ -30,44 +27,13 @@ from fusion_compiler.ir.loops import (
     operands_of,
     pair_of,
     reduced_groups,
-    renumber,
-    renumber_axes,
-    renumber_store,
 )
 from fusion_compiler.ir.moments import is_exact, mean_of_squares
+from fusion_compiler.ir.rebuilt import Rebuilt
 from fusion_compiler.ops.arithmetic import ABS, ADD, AND, AT_LEAST, DIV, EQ, GE, LT, MUL, SUB, WHERE
 
 # the product of the remaining factors (None if there are none), and the removed factors
 Factored = tuple[int | None, tuple[int, ...]]
-
-
-class _Rebuilt:
-    """Builds a loop nest node by node from an old one. numbers: maps each old node to the new node with its
-    value."""
-
-    def __init__(self, loops: LoopNest) -> None:
-        self.loops = loops
-        self.nodes: list[Node] = []
-        self.names: list[str] = []
-        self.numbers: dict[int, int] = {}
-
-    def add(self, node: Node, name: str) -> int:
-        self.nodes.append(node)
-        self.names.append(name)
-        return len(self.nodes) - 1
-
-    def keep(self, number: int) -> None:
-        node = renumber(self.loops.nodes[number], self.numbers)
-        self.numbers[number] = self.add(node, self.loops.names[number])
-
-    def apply(self, name: str, target: OpOverload, /, *operands: int, **literals: float) -> int:
-        """Add an operator of new nodes and of literals (see `ir.loops.applied`)."""
-        return self.add(applied(self.nodes, target, *operands, dtype=None, **literals), name)
-
-    def done(self) -> LoopNest:
-        stores = tuple(renumber_store(s, self.numbers) for s in self.loops.stores)
-        axes = renumber_axes(self.loops.axes, self.numbers)
-        return LoopNest(axes, tuple(self.nodes), stores, tuple(self.names))
 
 
 def one_hot_sums(loops: LoopNest) -> LoopNest:
@@ -79,7 +45,7 @@ def one_hot_sums(loops: LoopNest) -> LoopNest:
     matches = {i: m for i, n in enumerate(loops.nodes) if (m := _one_hot(loops, groups, n)) is not None}
     if not matches:
         return loops
-    new = _Rebuilt(loops)
+    new = Rebuilt(loops)
     numbers = new.numbers
     for i, node in enumerate(loops.nodes):
         if i not in matches:
@@ -127,7 +93,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
     if len(set(reduced)) == len(reduced):
         return loops
-    varies, new = loops.node_axes, _Rebuilt(loops)
+    varies, new = loops.node_axes, Rebuilt(loops)
     dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
     changed = False
 
@@ -184,7 +150,7 @@ def nested_sums(loops: LoopNest) -> LoopNest:
     nested = _nested(loops) if any(axis.group == INNER for axis in loops.axes) else {}
     if not nested:
         return loops
-    new, inner = _Rebuilt(loops), dict[tuple[int, frozenset[int]], int]()
+    new, inner = Rebuilt(loops), dict[tuple[int, frozenset[int]], int]()
 
     def add(number: int) -> None:
         """Add a node behind the nodes that it reads, which may come later in the old nest."""
@@ -251,7 +217,7 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
                 means[number] = pair[1]
     if not means:
         return loops
-    new = _Rebuilt(loops)
+    new = Rebuilt(loops)
     for number, node in enumerate(loops.nodes):
         new.keep(number)
         if number in means:
@@ -260,7 +226,7 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
     return new.done()
 
 
-def _correct(new: _Rebuilt, number: int, node: Reduce, mean: int) -> None:
+def _correct(new: Rebuilt, number: int, node: Reduce, mean: int) -> None:
     """Correct a sum of squares, its mean and the differences from it, for all nodes that follow."""
     loops, count = new.loops, float(hint(_count(new.loops, node)))
     off = operands_of(loops.nodes[node.operand])[0]

@@ -189,7 +189,8 @@ class Lowering(Builder):
         self, dag: OpDag, ops: tuple[str, ...], outputs: tuple[str, ...], space: Space, rounding: Rounding
     ) -> None:
         groups = space.axis_groups
-        axes = tuple(Axis(f"a{i}", size, groups[i]) for i, size in enumerate(space.axes))
+        sizes = enumerate(space.axes)
+        axes = tuple(Axis(f"a{i}", size, groups[i], most=dag.most.get(size)) for i, size in sizes)
         super().__init__(dag, axes, space.extents)
         self.ops, self.outputs, self.space = ops, outputs, space
         self.rounder = Rounder(self, rounding)
@@ -210,29 +211,35 @@ class Lowering(Builder):
         self.along = next((space.groups[p.reduced] for p in products), None)
 
     def run(self) -> LoopNest:
-        stores: list[Store] = []
         self.seed_anchor()
         for name in self.ops:  # reductions first: they fix the coordinates of everything upstream
             if is_reduction(self.dag.op(name)) and name not in self.reduced:
                 coords = self.place(name)
                 for piece in self.pieces(coords) if coords is not None else ():
                     self.value(name, piece, None)
-        for name in self.outputs:
-            part = None if self.along is None else self.part(name)
-            if part is not None and part.ranges:
-                stores += self.stores_of_part(name, part)
-                continue
-            coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
-            if coords is not None and is_bijection(coords, shape, self.extents):
-                stores += [self.store(name, at, piece=i) for i, at in enumerate(self.pieces(coords))]
-            elif (places := self.beside(shape)) and self.dag.op(name).target is not put:
-                stores += [self.store(name, at) for at in places]
-            else:
-                raise Illegal(
-                    "space", f"{name} is {list(shape)}, and the others' space is {list(self.space.axes)}"
-                )
+        placed, waiting = dict[str, list[Store]](), list(self.outputs)
+        while waiting:  # what lies where nothing says yet comes after results that say it
+            placed |= {name: of_name for name in waiting if (of_name := self.stores_of(name)) is not None}
+            if placed.keys().isdisjoint(waiting):
+                name, axes = waiting[0], list(self.space.axes)
+                shape = list(stored_shape(self.dag, self.dag.op(name)))
+                raise Illegal("space", f"{name} is {shape}, and the others' space is {axes}")
+            waiting = [name for name in waiting if name not in placed]
+        stores = [store for name in self.outputs for store in placed[name]]
         axes = self.tile_axes(stores) if self.space.is_free else self.axes
         return LoopNest(axes, tuple(self.nodes), tuple(stores), tuple(self.names))
+
+    def stores_of(self, name: str) -> list[Store] | None:
+        """Return the stores of an output, or None if nothing says yet where in the space its elements are."""
+        part = None if self.along is None else self.part(name)
+        if part is not None and part.ranges:
+            return self.stores_of_part(name, part)
+        coords, shape = self.place(name), stored_shape(self.dag, self.dag.op(name))
+        if coords is not None and is_bijection(coords, shape, self.extents):
+            return [self.store(name, at, piece=i) for i, at in enumerate(self.pieces(coords))]
+        if (places := self.beside(shape)) and self.dag.op(name).target is not put:
+            return [self.store(name, at) for at in places]
+        return None
 
     def tile_axes(self, stores: list[Store]) -> tuple[Axis, ...]:
         """Return the axes of a free space. Inner are those that some reduction reduces, or that some result

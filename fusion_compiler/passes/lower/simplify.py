@@ -43,11 +43,12 @@ LEAST_TILE = 16  # elements that a transposing tile needs along an axis to touch
 LONG_ROW = 8192  # elements of a row from which on a partial last tile wastes little
 
 
-def simplify(loops: LoopNest, by_memory: bool = False) -> LoopNest:
+def simplify(loops: LoopNest, by_memory: bool = False, turned: bool = False) -> LoopNest:
     """Apply algebra, remove dead code, and assign groups, order, merge and name axes, in that order.
-    by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back."""
-    loops = remove_dead(one_hot_sums(loops))
-    loops = remove_dead(nested_sums(factored_sums(contiguous_cols(loops, by_memory))))
+    by_memory: choose the contiguous axes as columns even if other axes are reduced and broadcast back.
+    turned: then swap rows and columns. Programs share the rows, however many there are."""
+    loops = contiguous_cols(remove_dead(one_hot_sums(loops)), by_memory)
+    loops = remove_dead(nested_sums(factored_sums(_swapped(loops) if turned else loops)))
     loops, crossing = split_orders(loops)
     loops = order_axes(loops, crossing)
     return name_axes(long_rows(coalesce(loops)))
@@ -91,10 +92,12 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
             if key >= 0 and coeff == 1:
                 votes[loops.axes[key].group] += touched
     keep = COLS in normalized if normalized else votes[ROWS] <= votes[COLS]
-    if keep:
-        return loops
-    swap = {ROWS: COLS, COLS: ROWS, RAGGED: RAGGED}
-    return replace(loops, axes=tuple(replace(a, group=swap[a.group]) for a in loops.axes))
+    return loops if keep else _swapped(loops)
+
+
+def _swapped(loops: LoopNest) -> LoopNest:
+    swap = {ROWS: COLS, COLS: ROWS}
+    return replace(loops, axes=tuple(replace(a, group=swap.get(a.group, a.group)) for a in loops.axes))
 
 
 def _normalized(loops: LoopNest) -> set[str]:

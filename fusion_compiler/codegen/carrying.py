@@ -1,0 +1,395 @@
+"""Tile programs in which one loop makes reductions that read each other (`schedule.carried`).
+
+    for first_j in tl.range(0, 4096, 64):
+        s = ...                                            a block of scores
+        new_max = tl.maximum(max, tl.max(s, axis=1, keep_dims=True))
+        p = tl.exp(s - new_max)                            nodes see the maximum so far
+        ratio = tl.exp(max - new_max)
+        sum = sum * ratio + tl.sum(p, axis=1, keep_dims=True)
+        acc = tl.dot(p, v, acc * ratio)
+        max = new_max
+
+A tile has the dimensions of the reduction for which it is computed: those of the reduction's operand. The
+result is reshaped for its readers. A product of two tiles (`unit(r, TENSOR_CORE)`) has operands of two
+dimensions, which tensor cores read as they lie in memory.
+
+While all elements of a row have been -inf, zero stands for its maximum: exp(-inf - 0) is zero, and the
+exponential of -inf - -inf would be NaN. Rows that are -inf to the end become NaN behind the loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch._ops import OpOverload
+
+from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.chains import ChainEmitter, Goal
+from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.live_loops import Span, spans_of
+from fusion_compiler.codegen.second_stages import Partial
+from fusion_compiler.codegen.tile import Assign, Combine, Range
+from fusion_compiler.codegen.values import PlacedNest, Tile
+from fusion_compiler.ir.loops import (
+    Compute,
+    Coordinate,
+    Load,
+    Reduce,
+    Store,
+    is_applied,
+    operands_of,
+    source_of,
+)
+from fusion_compiler.ops.arithmetic import ADD, EXP
+from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
+from fusion_compiler.schedule.carried import PEAKS, Carried, Values, dependent, growth_of
+from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
+from fusion_compiler.schedule.placement import Leaf
+from fusion_compiler.schedule.shared_reductions import SharedReductions
+from fusion_compiler.schedule.tile_products import products_of
+
+
+@dataclass(frozen=True)
+class Running:
+    """A maximum or minimum of the elements that a loop has read: without the block that is open, and with it.
+
+    lanes: the dimensions of the tiles. depth: of the loop's block.
+    """
+
+    before: Tile
+    now: Tile
+    lanes: tuple[Leaf, ...]
+    depth: int
+
+
+class CarryingEmitter(ChainEmitter):
+    """Emits a nest in which some reductions are carried.
+
+    bases: the maxima and minima that they read. waits: by node, those on which it depends. running: those of
+    the loop that is open. dots: the products of two tiles. all_lanes: the dimensions of the placement.
+    used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
+    plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
+    span: the part of a loop that is emitted. holding: the conditions that hold in it.
+    compared: nodes that are only compared; as positions they need no 64 bits.
+    """
+
+    def __init__(self, nest: PlacedNest, sharing: SharedReductions, carried: Mapping[int, Carried]) -> None:
+        super().__init__(nest, sharing)
+        self.carried, self.all_lanes = carried, self.where.lanes
+        # A term's errors, 2^-22 of it and 2^-24 of the exponent that makes it small, are those of additions.
+        self.fp16 |= {n for of in carried.values() for n in of.powers}
+        self.dots = products_of(self.loops, self.placement, self.where)
+        self.bases = frozenset(n for of in carried.values() for n in of.reads)
+        late = {n: dependent(self.loops, (n,)) for n in self.bases}
+        self.waits = [{n for n in self.bases if number in late[n]} for number in range(len(self.loops.nodes))]
+        self.running: dict[int, Running] = {}
+        self.plain = {of.plain for of in carried.values()}
+        self.rescaled: dict[int, tuple[Tile, tuple[Leaf, ...]]] = {}
+        self.used: dict[int, dict[tuple[Leaf, ...], None]] = {}
+        readers = [(node, o) for node in self.loops.nodes for o in operands_of(node)]
+        others = {o for node, o in readers if not isinstance(node, Compute) or node.spec.compare is None}
+        self.compared = frozenset() if self.wide else {o for _, o in readers} - others
+        self.span: tuple[Leaf, Span] | None = None
+        self.holding: Collection[int] = frozenset()
+        self.plain_maxima = frozenset(n for n in self.bases if self._reaches_a_sum(n, late[n]))
+
+    def _reaches_a_sum(self, base: int, late: frozenset[int]) -> bool:
+        """True if every store that depends on a maximum depends on a sum of exponentials of it as well, which
+        is NaN where an element is."""
+        sums = dependent(self.loops, [n for n, of in self.carried.items() if base in of.reads])
+        return all(store.value in sums for store in self.loops.stores if store.value in late)
+
+    # -- dimensions --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
+        """Emit tiles that have these dimensions."""
+        before, other_lanes = self.where, self.other_lanes
+        self.where = replace(before, lanes=lanes)
+        self.other_lanes = None if lanes == self.all_lanes else lanes
+        yield
+        self.where, self.other_lanes = before, other_lanes
+
+    def among(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+        leaves = frozenset(leaves)
+        return tuple(leaf for leaf in self.all_lanes if leaf in leaves)
+
+    def lanes_of(self, number: int) -> tuple[Leaf, ...]:
+        """Return the dimensions of a reduction: those of its operand, or of the product that it is."""
+        if number in self.dots:
+            return self.among((self.dots[number].rows, self.dots[number].few))
+        node = self.reduction(number)
+        return self.among(self.depends[node.operand] | self.where.reduced_by(node))
+
+    def fitted(self, tile: Tile, lanes: tuple[Leaf, ...]) -> Tile:
+        """Return a tile of some dimensions in those that are emitted now."""
+        before, now = ([leaf.lanes if leaf in tile.lanes else 1 for leaf in of] for of in (lanes, self.lanes))
+        if not tile.is_block or before == now:
+            return tile
+        return replace(tile, value=tl.reshape(tile.value, now))
+
+    def cached(self, number: int) -> Tile | None:
+        tile = super().cached(number)
+        for lanes in () if tile is not None else self.used.get(number, ()):
+            with self.dimensions(lanes):
+                tile = super().cached(number)
+            if tile is not None:
+                return self.fitted(tile, lanes)
+        return tile
+
+    def keep(self, number: int, tile: Tile) -> None:
+        """Let a reduction be read in the open block. Its dimensions are those that are emitted now."""
+        self.used.setdefault(number, {})[self.lanes] = None
+        self.scopes[self.depth].tiles[self.key(number)] = tile
+
+    def emitted(self, number: int) -> Tile:
+        node = self.loops.nodes[number]
+        if number in self.compared and isinstance(node, Coordinate):
+            return self.index(node.index)
+        tile = super().emitted(number)
+        if len(tile.lanes) > 1:
+            self.used.setdefault(number, {})[self.lanes] = None
+        return tile
+
+    def block_of(self, number: int) -> int:
+        depths = (self.running[n].depth for n in self.waits[number] if n in self.running)
+        return max(super().block_of(number), *depths, 0)
+
+    # -- loops ---------------------------------------------------------------------------------------------
+
+    def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
+        bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
+        live = [] if bounds is None else [bound for of_condition in bounds.values() for bound in of_condition]
+        spans = [] if bounds is None else spans_of(self, loop, live)
+        for span in spans or [None]:
+            self.span = None if span is None else (loop, span)
+            self.holding = bounds.keys() if bounds and span is not None and span.is_full else frozenset()
+            yield
+        self.span, self.holding = None, frozenset()
+
+    def bounds(self, numbers: Sequence[int]) -> Bounds:
+        """Return the conditions outside of which no term changes any of some reductions."""
+        common: Bounds | None = None
+        for node in map(self.reduction, numbers):
+            neutral = 0 if node.combine == "sum" else PEAKS.get(node.combine, math.nan)
+            bounds = bounds_of(self.loops, node.operand, neutral)
+            common = bounds if common is None else {n: b for n, b in common.items() if n in bounds}
+        return common or {}
+
+    def values_of(self, loop: Leaf) -> Range:
+        values = super().values_of(loop)
+        if self.span is None or self.span[0] != loop:
+            return values
+        return replace(values, start=self.span[1].start, end=self.span[1].end)
+
+    def literal(self, number: int) -> float | bool | None:
+        return True if number in self.holding else super().literal(number)
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        is_full = self.span is not None and self.span[1].is_full
+        return super().inside(axes - {self.span[0].axis} if self.span is not None and is_full else axes)
+
+    # -- reductions ----------------------------------------------------------------------------------------
+
+    def in_turn(self, number: int) -> tuple[Leaf, ...]:
+        if number not in self.bases and number not in self.carried:
+            return ()
+        return self.among(self.where.reduced_by(self.reduction(number)))
+
+    def reduced(self, number: int, node: Reduce) -> Tile:
+        lanes = self.lanes_of(number)
+        with self.dimensions(lanes):
+            if number in self.dots:
+                tile = Tile(self.let("product", self.dot(number), number), frozenset(lanes), True)
+            else:
+                tile = super().reduced(number, node)
+            self.keep(number, tile)
+        return self.fitted(tile, lanes)
+
+    def begin(self, number: int) -> None:
+        with self.dimensions(self.lanes_of(number)):
+            super().begin(number)
+
+    def started(self, number: int) -> Tile:
+        if number not in self.dots:
+            return super().started(number)
+        lanes = frozenset(self.lanes)
+        return Tile(self.state("acc", tl.zeros(self.shape(lanes), torch.float32)), lanes, True)
+
+    def add_terms(self, number: int, node: Reduce, state: Tile) -> None:
+        variable = cast(Var, state.value)
+        with self.dimensions(self.lanes_of(number)):
+            if number in self.bases:
+                self.run_on(number, node, state)
+            elif number in self.dots:
+                self.add(Assign((variable,), self.dot(number, self.before(number, variable))))
+            elif number not in self.carried:
+                super().add_terms(number, node, state)
+            elif (term := self.term(number, node)) is not None:
+                before = self.before(number, variable)
+                self.add(Assign((variable,), before + self.now(number, node, term).value))
+
+    def run_on(self, number: int, node: Reduce, state: Tile) -> None:
+        """Let nodes of the open block see a maximum of all that was read so far."""
+        term = self.term(number, node)
+        assert term is not None
+        block, step = self.now(number, node, term), monoids.MONOIDS[node.combine].step
+        assert not isinstance(step, str)
+        nan = {} if number in self.plain_maxima else {"propagate_nan": PROPAGATE_NAN}
+        value = self.let(f"new_{node.combine}", step(state.value, block.value, **nan))
+        now = replace(block, value=value)
+        self.running[number] = Running(state, now, self.lanes, self.depth)
+        self.keep(number, replace(now, value=self.let("shift", self.finite(number, value))))
+
+    def now(self, number: int, node: Reduce, term: Tile) -> Tile:
+        """Return a block's terms, reduced."""
+        several = len(self.lanes) > 1
+        for leaf in reversed(self.in_turn(number)):
+            axis, is_plain = self.lanes.index(leaf), number in self.plain_maxima
+            value = self.let(f"block_{node.combine}", Combine(node, (term.value,), axis, several, is_plain))
+            term = Tile(value, term.lanes - {leaf}, several)
+        return term
+
+    def turn(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self.running:
+                running = self.running.pop(number)
+                self.add(Assign((cast(Var, running.before.value),), running.now.value))
+
+    def end(self, number: int) -> None:
+        lanes, of = self.lanes_of(number), self.carried.get(number)
+        if of is None and number not in self.bases and number not in self.dots:
+            with self.dimensions(lanes):
+                super().end(number)
+            return
+        with self.dimensions(lanes):
+            tile, is_part = self.sums.pop(number), number in self.sharing.partial
+            for base in of.reads if of is not None and of.empty and not is_part else ():
+                is_empty = self.tile(base).value.eq(lift(PEAKS[self.reduction(base).combine]))
+                value = tl.where(is_empty, lift(math.nan), tile.value)
+                tile = replace(tile, value=self.let(cast(Var, tile.value).base, value))
+            self.keep(number, tile)
+
+    # -- rescaling -----------------------------------------------------------------------------------------
+
+    def before(self, number: int, total: Expression) -> Expression:
+        """Return what was added up before the open block, as it is with the maxima of now."""
+        of = self.carried.get(number)
+        powers = () if of is None else of.powers
+        steps = [self.step(power) for power in powers if not self.waits[power].isdisjoint(self.running)]
+        if of is None or not steps:
+            return total
+        value = times(total, *(self.fitted(tile, lanes).value for tile, lanes in steps))
+        if of.shift is not None and of.plain is not None and self.waits[of.shift] & self.running.keys():
+            growth, plain = self.step(of.shift), self.rescaled[of.plain]
+            value = value + times(*(self.fitted(tile, lanes).value for tile, lanes in (growth, plain)))
+        if number in self.plain:
+            value = self.let("rescaled", value)
+            self.rescaled[number] = replace(self.sums[number], value=value), self.lanes
+        return value
+
+    def step(self, number: int) -> tuple[Tile, tuple[Leaf, ...]]:
+        """Return h(now) / h(before) of an exponential g(x) h(d), or b(now) - b(before) of a sum a(x) + b(d),
+        and its dimensions. A sum has no terms before its first maximum, which may then be any number."""
+        node, bases = self.loops.nodes[number], sorted(self.waits[number] & self.running.keys())
+        assert isinstance(node, Compute)
+        first, is_power = self.running[bases[0]], is_applied(node, EXP)
+        with self.dimensions(first.lanes):
+            running = {n: self.running[n] for n in bases}
+            before = {n: self.fitted(r.before, r.lanes).value for n, r in running.items()}
+            if not is_power:
+                before = {n: self.finite(n, value) for n, value in before.items()}
+            now = {n: self.tile(n).value for n in bases}
+            exponents = _Exponents(self, self.reduction(bases[0]).axes)
+            moving = operands_of(node)[0] if is_power else number
+            growth = growth_of(self.loops, moving, before, now, exponents)
+            assert growth is not None
+            value = exponents.computed(node, {moving: growth}) if is_power else growth
+            value = self.let("ratio" if is_power else "growth", value)
+        return replace(first.now, value=value), first.lanes
+
+    def finite(self, number: int, value: Expression) -> Expression:
+        """Return a maximum, or zero if it is one of nothing."""
+        return tl.where(value.eq(lift(PEAKS[self.reduction(number).combine])), 0.0, value)
+
+    # -- products ------------------------------------------------------------------------------------------
+
+    def dot(self, number: int, total: Expression | None = None) -> Expression:
+        """Return a product of two tiles, added to `total`."""
+        of = self.dots[number]
+        sides = sorted(((of.rows, of.matrix), (of.few, of.vectors)), key=lambda side: side[0].order)
+        held = [self.held(factor) for _, factor in sides]
+        dtype = next((dtype for dtype in held if dtype is not None), torch.float32)
+        if any(other not in (None, dtype) for other in held):
+            dtype = torch.float32
+        (rows, left), (cols, right) = sides
+        first = self.factor(left, rows, of.terms, dtype)
+        second = self.factor(right, cols, of.terms, dtype)
+        operands = self.turned(first, (rows, of.terms)), self.turned(second, (of.terms, cols))
+        exact = {"input_precision": Literal("ieee")} if dtype is torch.float32 else {}
+        return tl.dot(*operands, *([] if total is None else [total]), **exact)
+
+    def held(self, number: int) -> torch.dtype | None:
+        """Return the dtype of 16 bits in which a factor lies in memory; None of others."""
+        node = self.loops.nodes[source_of(self.loops.nodes, number)]
+        dtype = self.dtypes[node.buffer] if isinstance(node, Load) else None
+        return dtype if dtype in (torch.float16, torch.bfloat16) else None
+
+    def turned(self, value: Expression, lanes: tuple[Leaf, Leaf]) -> Expression:
+        """Return a tile whose dimensions have the order of `lanes`."""
+        return value if self.among(lanes) == lanes else tl.trans(value)
+
+    def factor(self, number: int, side: Leaf, terms: Leaf, dtype: torch.dtype) -> Expression:
+        """Return a factor's tile, zero where no term is."""
+        lanes = self.among((side, terms))
+        with self.dimensions(lanes):
+            if self.held(number) is not None:
+                load = self.loops.nodes[source_of(self.loops.nodes, number)]
+                assert isinstance(load, Load)
+                with self.in_scope(self.block_of(number)):
+                    tile = self.loaded_as_held(load)
+                value = convert(tile.value, self.dtypes[load.buffer], dtype)
+            else:
+                tile, axis = self.tile(number), terms.axis
+                mask = None if self.is_zero_outside(number, axis) else self.inside(frozenset({axis}))
+                value = tile.value
+                if mask is not None:
+                    value = self.let("inside", tl.where(mask.value, value, 0.0))
+                value = convert(value, self.loops.nodes[number].dtype, dtype)
+            if tile.lanes != frozenset(lanes):
+                value = tl.broadcast_to(value, self.shape(frozenset(lanes)))
+        return value
+
+    # -- stores --------------------------------------------------------------------------------------------
+
+    def store(self, store: Store) -> None:
+        with self.dimensions(self.among(self.where.of_store(store))):
+            super().store(store)
+
+    def store_partial(self, number: int, of: Partial) -> None:
+        with self.dimensions(self.among(self.where.of_axes(of.axes))):
+            super().store_partial(number, of)
+
+
+@dataclass(frozen=True)
+class _Exponents(Values[Expression]):
+    """Values that are expressions of the open block. axes: those along which x varies."""
+
+    emitter: CarryingEmitter
+    axes: frozenset[int]
+
+    def computed(self, node: Compute, operands: Mapping[int, Expression]) -> Expression:
+        nodes = self.emitter.loops.nodes
+        return computed(node, lambda n: (operands[n], nodes[n].dtype))
+
+    def fixed(self, number: int) -> Expression:
+        is_fixed = self.emitter.node_axes[number].isdisjoint(self.axes)
+        return self.emitter.tile(number).value if is_fixed else Literal(0.0)
+
+    def combined(self, operator: OpOverload, left: Expression, right: Expression) -> Expression:
+        return left + right if operator is ADD else left - right

@@ -1,0 +1,66 @@
+"""Placements of chains of products (`schedule.chains`).
+
+Programs share the rows, and each goes through the axis of the last products in a loop. What lies between the
+products is never stored. Tensor cores make the products. The loop makes all reductions that the law of
+carried reductions allows it (`schedule.carried`); others take a second loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.schedule.chains import Chain
+from fusion_compiler.schedule.placed_axes import PlacedAxes
+from fusion_compiler.schedule.placement import At, Directive, In, On, Place, Placement, Split, Stage, Unit
+from fusion_compiler.schedule.shapes import padded
+from fusion_compiler.schedule.tile_products import SMALLEST, product_of
+
+PROGRAMS = 2  # for each multiprocessor, if a loop is split over programs to occupy the device
+LEAST_BLOCKS = 4  # of a program's part of a loop
+MOST_PARTS = 64  # of a loop: merging them reads what programs store
+# Rows, elements of a block of the loop, warps and stages, best first, by the most features of a row.
+SHAPES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
+    (64, ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 3))),
+    (128, ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3))),
+    (256, ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2))),
+)
+
+
+def placements(
+    loops: LoopNest, chain: Chain, order: Sequence[int], device: DeviceSpec
+) -> Iterator[Placement]:
+    """Yield placements, best first. order: the axes from the outermost one in memory to the innermost."""
+    names = [axis.name for axis in loops.axes]
+    width = max(hint(loops.axes[k].size) for k in chain.features)
+    shapes = next(shapes for most, shapes in SHAPES if width <= most)
+    most = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in (chain.rows, chain.loop)]
+    rows, loop = names[chain.rows], names[chain.loop]
+    inside = {chain.rows, chain.loop, *chain.features}
+    around = [At(names[k], Place.GRID) for k in order if k not in inside]
+    tile = [At(names[k], Place.LANES) for k in order if k in chain.features]
+    combined = [In(loops.names[n], Stage.CARRIED) for n in chain.carried]
+    count = prod(hint(loops.axes[k].size) for k in order if k not in inside)
+    for height, block, warps, stages in shapes:
+        height, block = min(height, most[0]), min(block, most[1])
+        programs = count * -(-hint(loops.axes[chain.rows].size) // height)
+        chunk = _chunk(hint(loops.axes[chain.loop].size), block, programs, device) if chain.has_parts else 0
+        chunks: list[Directive] = [Split(loop, chunk), At(f"{loop}.o", Place.GRID)] if chunk else []
+        part = f"{loop}.i" if chunk else loop
+        directives: tuple[Directive, ...] = (
+            Split(rows, height), *around, At(f"{rows}.o", Place.GRID), *chunks, Split(part, block),
+            At(f"{part}.o", Place.LOOP), At(f"{rows}.i", Place.LANES), At(f"{part}.i", Place.LANES),
+            *tile, *combined,
+        )  # fmt: skip
+        where = PlacedAxes.of(loops, Placement(directives))
+        units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
+        yield Placement((*directives, *units), warps, stages)
+
+
+def _chunk(size: int, block: int, programs: int, device: DeviceSpec) -> int:
+    """Return how many elements of a loop a program takes so that all multiprocessors have one; 0 for all."""
+    parts = min(PROGRAMS * device.sms // max(1, programs), size // (LEAST_BLOCKS * block), MOST_PARTS)
+    return 0 if parts < 2 else -(-size // (parts * block)) * block

@@ -1,0 +1,68 @@
+"""Chains of products in a loop nest: products that read products, as those of attention do.
+
+    t = sum(q[i, d] * k[j, d], {d});  p = exp(t - m) ...;  o = sum(p[i, j] * v[j, e], {j})
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_compiler.ir.loops import LoopNest, Reduce, with_operands
+from fusion_compiler.schedule.carried import Carried, carried_of
+from fusion_compiler.schedule.products import sums_of_products
+
+MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of products.
+
+    loop: the axis over which the last products reduce. rows: the axis that only their computed factors have.
+    features: the axes of a row. products: all products.
+    carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
+    together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
+    """
+
+    loop: int
+    rows: int
+    features: frozenset[int]
+    products: tuple[int, ...]
+    carried: tuple[int, ...]
+    has_parts: bool
+
+    @classmethod
+    def of(cls, loops: LoopNest) -> Chain | None:
+        """Return the chain of a nest, or None if it has none, or one whose axes a tile does not hold."""
+        sums, varies = sums_of_products(loops), loops.node_axes
+        reads = {n: with_operands(loops, factors) & sums.keys() for n, factors in sums.items()}
+        last = [n for n in sums if reads[n]]
+        if not last or not all(_axes(loops, n) == _axes(loops, last[0]) for n in last):
+            return None
+        reduced, rows, features = _axes(loops, last[0]), set[int](), set[int]()
+        for n in last:
+            left, right = sums[n]
+            computed = left if not sums.keys().isdisjoint(with_operands(loops, (left,))) else right
+            other = right if computed is left else left
+            rows |= varies[computed] - varies[other]
+            features |= varies[other] - varies[computed]
+        for n in sums.keys() - set(last):
+            features |= _axes(loops, n)
+        if len(reduced) != 1 or len(rows) != 1 or features & (reduced | rows):
+            return None
+        sizes = [loops.axes[k].size for k in features]
+        if not all(isinstance(size, int) and size <= MOST_FEATURES for size in sizes):
+            return None
+        nodes = enumerate(loops.nodes)
+        over_loop = [n for n, node in nodes if isinstance(node, Reduce) and node.axes & reduced]
+        laws = {n: carried_of(loops, n) for n in over_loop}
+        carried = {n: of for n, of in laws.items() if isinstance(of, Carried)}
+        merged = carried.keys() | {n for of in carried.values() for n in of.reads}
+        has_parts = merged == set(over_loop)
+        return cls(min(reduced), min(rows), frozenset(features), tuple(sums), tuple(carried), has_parts)
+
+
+def _axes(loops: LoopNest, number: int) -> frozenset[int]:
+    node = loops.nodes[number]
+    assert isinstance(node, Reduce)
+    return node.axes
