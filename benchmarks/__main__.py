@@ -39,6 +39,7 @@ BENCHMARKS = {
     "optimizer": "optimizer.measure",
     "compile-time": "compile_time.measure",
     "machines": "machines.cuts",
+    "links": "machines.links",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }

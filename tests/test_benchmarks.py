@@ -471,7 +471,7 @@ def test_headlines_are_means_of_the_cases_that_were_measured(tmp_path: Path) -> 
     (tmp_path / "decode.json").write_text(json.dumps(result))
     text = headlines(tmp_path)
     assert "| one generated token | 2 | 4.00 | 2.00 | 8.00 | 4.00 |" in text
-    assert "GPU with torch 2.11." in text and "kernels" not in text.splitlines()[2]
+    assert "GPU with torch 2.11: " in text and "kernels" not in text.splitlines()[2]
 
 
 def test_table_and_geometric_mean() -> None:

@@ -42,6 +42,8 @@ CALLS = {
     "row-ranges": (("--only", "number"), "this / any"),
     "optimizer": (("--filter", "parameters, SGD", "--only", "^foreach$"), "of copy"),
     "compile-time": (("--filter", "ViT", "--only", "nobody"), "ViT, 12 layers"),
+    "links": (("--filter", "^2 processes, (raw|default)"), "fewer"),
+    "machines": (("--filter", "U-Net"), "times as fast as equal layers"),
     "architectures": (("--filter", "^gpt2$", "--backend", "eager"), "1 same"),
 }
 

@@ -14,6 +14,7 @@ from examples import (
     encoder_layer,
     flex_attention,
     folded_scale,
+    machines,
     one_kernel,
     own_norm,
     own_optimizer,
@@ -129,3 +130,11 @@ def test_an_optimizer_of_ones_own_is_one_kernel(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "Lion: 1 kernel for 6 parameters" in out
     assert "def lion_block(" in out and "fm.sign(" in out
+
+
+def test_two_processes_train_one_model(capfd: pytest.CaptureFixture[str]) -> None:
+    machines.main(processes=2)
+    out = capfd.readouterr().out
+    assert "8 bits: the link takes 100% of the slowest link's time" in out
+    first, last = out.split("\nloss ")[1].split(" in ")[0].split(" -> ")
+    assert float(last) < float(first) / 10

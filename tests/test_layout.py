@@ -39,7 +39,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "passes.patterns": {"errors", "ir", "ops", "patterns", "capture"},
     "passes.rewrites": {"errors", "ir", "ops", "patterns", "capture", "runtime", "passes.patterns"},
     "passes.chunks": {"ir", "ops", "capture"},
-    "passes.nests": {"ir", "ops", "capture", "passes.chunks", "passes.rewrites"},
+    "passes.nests": {
+        "ir", "ops", "schedule", "capture", "passes.chunks", "passes.lower", "passes.rewrites",
+    },
     "passes.fuse": {"errors", "ir", "ops", "patterns", "schedule", "passes.lower", "passes.patterns"},
     "compiler": {
         "errors", "support", "ir", "ops", "options", "patterns", "codegen", "stitch", "runtime", "capture",

@@ -113,6 +113,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{path} has no heading #{anchor}"
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name_of)
+def test_decimals_have_a_leading_zero(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"(?:^|[ (|])\.\d.*", prose, re.MULTILINE)
+
+
 def test_what_a_kernel_shows_leads_to_its_technique() -> None:
     """The first table of docs/techniques.md: what stands in a kernel is in an example of that technique."""
     table, *sections = re.split(r"^### ", (DOCS / "techniques.md").read_text(), flags=re.MULTILINE)

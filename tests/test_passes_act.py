@@ -29,6 +29,7 @@ class Case:
     model: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     dynamic: bool | None = None
+    products: str = "auto"
 
 
 def heads(x: Tensor) -> Tensor:
@@ -132,6 +133,11 @@ ON_CPU: dict[str, Callable[[], Case]] = {
         lambda x: torch.where(x > 0, torch.tensor(0.5), x), (torch.randn(4, 5),)
     ),
     "in place": lambda: Case(part_written, (torch.randn(6, 5),)),
+    "products": lambda: Case(
+        lambda x, w: F.gelu(x @ w),
+        (torch.randn(40, 32).to(BFLOAT), torch.randn(32, 48).to(BFLOAT)),
+        products="always",
+    ),
 }
 
 
@@ -178,7 +184,8 @@ def test_a_pass_acts_and_can_be_left_out(name: str, monkeypatch: pytest.MonkeyPa
     trained = any(x.requires_grad for x in case.inputs)
     for disable, expected in (((), True), ((name,), False)):
         torch._dynamo.reset()
-        fast = fc.compile(case.model, backend="eager", disable=disable, dynamic=case.dynamic)
+        chosen: dict[str, Any] = {"disable": disable, "dynamic": case.dynamic, "products": case.products}
+        fast = fc.compile(case.model, backend="eager", **chosen)
         with torch.set_grad_enabled(trained):
             ours, theirs = fast(*case.inputs), case.model(*case.inputs)
             torch.testing.assert_close(ours, theirs)

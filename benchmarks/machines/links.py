@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from benchmarks.harness.tables import table
+from benchmarks.harness.record import Record, environment
+from benchmarks.harness.tables import Bar, at_least, at_most, counted, missed, table
 from fusion_compiler.machines.plan import Schedule
 from fusion_compiler.machines.simulate import simulate
 
@@ -159,8 +162,7 @@ def process(
     report["stages"] = alone(pipeline)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
     pipeline.close()
-    dist.barrier()
-    os._exit(0)  # Gloo's threads outlive the group
+    dist.destroy_process_group()
 
 
 def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
@@ -174,7 +176,10 @@ def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
         return float(F.cross_entropy(model.eval()(inputs), target))
 
 
-def measure(text: Text, world: int, contender: str, cuts: list[str], steps: int, port: int) -> dict[str, Any]:
+def measure(text: Text, world: int, contender: str, cuts: list[str], steps: int) -> dict[str, Any]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = (world, port, contender, cuts, steps, name)
@@ -197,47 +202,50 @@ def measure(text: Text, world: int, contender: str, cuts: list[str], steps: int,
     }
 
 
-def cuts_of(plan: fc.Pipeline) -> list[str]:
-    return [next(o for o in stage.operators if o not in stage.repeated) for stage in plan.stages[1:]]
-
-
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     steps = 3 if options.quick else STEPS
     text = Text()
+    record = Record("links", environment(torch.device("cpu")), options.json)
     rows: list[dict[str, Any]] = []
     for world in (2,) if options.quick else (2, 4):
-        plan = plan_of(model_of(text.vocabulary), world, measured=True)
-        for contender in ("raw", "default") if options.quick else CONTENDERS:
-            row = measure(text, world, contender, cuts_of(plan), steps, 29600 + len(rows))
-            row["planned ms"] = plan.step_us / 1e3 if contender == "raw" else None
-            rows.append(row)
-            if options.json is not None:
-                options.json.write_text(
-                    json.dumps({"cores": os.cpu_count(), "steps": steps, "rows": rows}, indent=1)
-                )
+        cuts: list[str] = []
+        for contender in CONTENDERS:
+            name = f"{world} processes, {contender}"
+            if not re.search(options.filter, name):
+                continue
+            cuts = cuts or [*plan_of(model_of(text.vocabulary), world, measured=True).cuts]
+            rows.append({"name": name} | measure(text, world, contender, cuts, steps))
+            record.add(rows[-1])
+    bars = [bar for row in rows for bar in bars_of(row, raw_of(row, rows))]
+    record.summary = {"bars": counted(bars), "missed": missed(bars)}
+    record.write()
     print(f"{os.cpu_count()} cores, {steps} steps of {MICROBATCHES} microbatches of {ROWS} rows, 100 Mbit/s")
-    print(table([*COLUMNS], [[f(row, rows) for f in COLUMNS.values()] for row in rows]))
+    print(table([*COLUMNS], [[f(row, raw_of(row, rows)) for f in COLUMNS.values()] for row in rows]))
+    print(counted(bars), *missed(bars), sep="\n  ")
 
 
 def raw_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(r for r in rows if r["processes"] == row["processes"] and r["contender"] == "raw")
+    """Return the row without compression on as many processes; the row itself if that was not measured."""
+    return next((r for r in rows if r["processes"] == row["processes"] and r["contender"] == "raw"), row)
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any], list[dict[str, Any]]], str]] = {
+def bars_of(row: dict[str, Any], raw: dict[str, Any]) -> Iterator[Bar]:
+    yield from at_most(
+        f"{row['name']}: |measured / predicted - 1|", abs(row["ms"] / row["predicted ms"] - 1), 0.1
+    )
+    if row["contender"] == "default" and raw is not row:
+        yield from at_least(f"{row['name']}: gain", raw["ms"] / row["ms"], 3.0)
+        yield from at_most(f"{row['name']}: gap in loss, %", 100 * (row["loss"] / raw["loss"] - 1), 1.0)
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
     "processes": lambda row, _: str(row["processes"]),
     "compression": lambda row, _: row["contender"],
     "bytes": lambda row, _: f"{row['bytes ratio']:.2f}x fewer",
     "step ms": lambda row, _: f"{row['ms']:.1f}",
-    "gain": lambda row, rows: f"{raw_of(row, rows)['ms'] / row['ms']:.2f}x",
+    "gain": lambda row, raw: f"{raw['ms'] / row['ms']:.2f}x",
     "predicted ms": lambda row, _: f"{row['predicted ms']:.1f} ({row['predicted ms'] / row['ms'] - 1:+.0%})",
     "loss": lambda row, _: f"{row['loss']:.4f}",
-    "gap": lambda row, rows: f"{row['loss'] / raw_of(row, rows)['loss'] - 1:+.2%}",
+    "gap": lambda row, raw: f"{row['loss'] / raw['loss'] - 1:+.2%}",
 }
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    main(parser.parse_args())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -199,13 +200,15 @@ def headlines(results: Path) -> str:
         lines.append(headline(name, [r for r in result["rows"] if chosen(r)], key, COMPILED))
         versions = ", ".join(f"{n} {v}" for n, v in result["versions"].items() if v)
         measured[f"{result['device']} with {versions}"] = None
+    said = (
+        f"Measured on {'; '.join(measured)}: GPU times of kernels, wall times of steps and tokens. Means are "
+        "geometric, against the fastest form of torch.compile that was measured for the case."
+    )
     header = ["time of the peer / our time", "cases", "x torch.compile", "least", "most", "x eager"]
     return "\n\n".join(
         [
             markdown(header, lines),
-            f"Measured on {'; '.join(measured)}. Times are GPU times of kernels and wall times of steps and "
-            "tokens; means are geometric. Of the forms of torch.compile (default, with CUDA graphs, "
-            "max-autotune) the fastest one that was measured counts.",
+            textwrap.fill(said, 118),
         ]
     )
 

@@ -275,6 +275,7 @@ def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
         nests.append(_over_programs(loops, alike, Axis("part", programs, ROWS), axes, carried))
     buffers = {partial.buffer.name: partial.buffer for partial in kept.values()}
     placed = _placement_of_parts if carried else _placement_of if analysis.inner else _placement_of_rows
+    placed = placed if analysis.matrices is None else _placement_of_products
     if len(nests) == 1 and placement.combined(place.Stage.LAST) >= {loops.names[n] for n in kept}:
         shared = next(iter(kept.values())).leaves
         blocks = tuple(leaf for leaf in on_grid if leaf not in shared)
@@ -357,6 +358,13 @@ def _placement_of_rows(nest: LoopNest) -> Placement:
     is_narrow = all(isinstance(n, int) for n in sizes) and prod(cast(list[int], sizes)) < NARROW
     height, width = (256, SECTOR) if is_narrow else (64, 32)
     return _in_tiles(nest, height, width, 4)
+
+
+def _placement_of_products(nest: LoopNest) -> Placement:
+    """Return the placement of a nest that adds up the parts of many results, of which each has few."""
+    height, width, warps = TILE
+    parts = prod(padded(axis.size) for axis in nest.axes if axis.group == ROWS and isinstance(axis.size, int))
+    return _in_tiles(nest, height, max(width, height * width // parts), warps)
 
 
 def _in_tiles(nest: LoopNest, height: int, width: int, warps: int) -> Placement:

@@ -166,7 +166,8 @@ def signature(work: Workload, node: fx.Node) -> Hashable:
     def plain(arg: object) -> Hashable:
         if not isinstance(arg, fx.Node):
             return repr(arg)
-        metas = [(t.shape, t.stride(), t.dtype) for t in pytree.tree_leaves(value_of(work, arg))]
+        leaves = pytree.tree_leaves(value_of(work, arg))
+        metas = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else arg.name for t in leaves]
         return repr(metas), arg.name in work.differentiable
 
     return str(node.target), tuple(map(plain, pytree.tree_leaves((node.args, node.kwargs))))

@@ -109,8 +109,7 @@ class Layout:
 
     def stage(self, number: int, place: Place, machine: str, first: int, last: int) -> Stage:
         inside = set(range(first, last))
-        earlier = self.work.order[: self.borders[first]]
-        repeated = tuple(n for n in earlier if n in self.repeated and self.uses[n] & inside)
+        repeated = tuple(sorted(self.repeated_in(first, last), key=self.work.position.__getitem__))
         here = self.work.order[self.borders[first] : self.borders[last]]
         here = tuple(n for n in here if n not in self.repeated or self.uses[n] & inside)
         operators = repeated + here
@@ -136,6 +135,11 @@ class Layout:
             memory_bytes=int(chain.state[first, last] + place.in_flight * chain.saved[first, last]),
             in_flight=place.in_flight,
         )
+
+    def repeated_in(self, first: int, last: int) -> set[str]:
+        """Return the operators in front of a stage that it computes again."""
+        earlier = self.work.order[: self.borders[first]]
+        return {n for n in earlier if n in self.repeated and any(first <= g < last for g in self.uses[n])}
 
     def edges(self, places: Sequence[Place], at: Sequence[int]) -> tuple[Edge, ...]:
         edges = []

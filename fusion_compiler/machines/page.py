@@ -17,7 +17,6 @@ svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColo
 .forward { fill: hsl(210 60% 60%); } .backward { fill: hsl(30 70% 58%); } .odd { opacity: 0.75; }
 svg .in { fill: #000; text-anchor: middle; } table { border-collapse: collapse; margin: 1em 0; }
 td, th { text-align: left; padding: 0.25em 0.8em; border-bottom: 1px solid #8885; vertical-align: top; }
-td.number { text-align: right; }
 """
 
 
@@ -26,7 +25,7 @@ def page(plan: PipelinePlan) -> str:
     title = f"{plan.model} on {len(plan.machines)} machines"
     about = (
         f"{plan.schedule}, {plan.microbatches} microbatches: {timed(plan.step_us)} a step predicted, "
-        f"bubble {plan.bubble:.0%}"
+        f"bubble {plan.bubble:.0%}. Blue: forward, orange: backward; numbers are microbatches."
     )
     stages = (
         (f"{s.number}", s.machine, timed(s.forward_us), timed(s.backward_us), human_bytes(s.parameter_bytes),

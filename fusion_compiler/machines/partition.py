@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from fusion_compiler.errors import InvalidOptionError, MachinesError, NotCallableError
+from fusion_compiler.ir.decision import Decision, Outcome
+from fusion_compiler.ir.device import DeviceSpec
+from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.machines.cut import Cuts, Place, best_order, improve, orders, price
 from fusion_compiler.machines.estimate import Times, estimate, measure, spec_of
 from fusion_compiler.machines.layout import Layout
@@ -33,6 +38,7 @@ def partition(
     schedule: str = "1f1b",
     stages_per_machine: int = 1,
     cuts: Sequence[str] | None = None,
+    repeated: Collection[str] | None = None,
     measured: bool = False,
     optimizer_bytes: float = ADAM_BYTES,
 ) -> Pipeline:
@@ -50,6 +56,9 @@ def partition(
     stages_per_machine: 1, or more for "interleaved", with `microbatches` a multiple of the rounds.
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the
         best ones; the machines keep their order.
+    repeated: the operators that each stage which reads them computes, instead of those that take less to
+    compute
+        than to send. With `cuts`, machines and links, another process makes the same stages.
     measured: measure each operator on this machine, on the model's device, instead of estimating it from its
         arithmetic and bytes. All machines have these times then, divided by their `speed`.
     optimizer_bytes: what the optimizer keeps for each element of a trained parameter.
@@ -65,56 +74,123 @@ def partition(
     if not isinstance(model, nn.Module):
         raise NotCallableError(got=type(model).__name__)
     order = check_schedule(schedule, stages_per_machine, len(machines), microbatches)
-    named = {m.name: i for i, m in enumerate(machines)}
-    if len(named) < len(machines):
-        raise InvalidOptionError(option="machines", value=list(named), expected="machines of different names")
+    if len({m.name for m in machines}) < len(machines):
+        raise InvalidOptionError(option="machines", value=machines, expected="machines of different names")
     table = link_table(machines, [links] if isinstance(links, Link) else list(links))
     work = workload(model, args, kwargs or {}, training=model.training)
-    kinds = {(m.device, m.speed): m for m in reversed(machines)}
-    layout = layout_of(work, list(kinds.values()), table, measured, optimizer_bytes)
-    count = len(machines) * stages_per_machine
-    held = [in_flight(order, s, count, len(machines), microbatches) for s in range(count)]
+    kinds = tuple(dict.fromkeys((m.device, m.speed) for m in machines))
+    times = times_of(work, kinds, measured)
+    if repeated is None:
+        slowest = max(times, key=lambda pair: sum(pair[0]))
+        send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
+        repeated = repeatable(work, slowest[0], send.us) if send else ()
+    layout = Layout(work, times, frozenset(repeated), optimizer_bytes)
+    problem = Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
+    return problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts)))
 
-    def places(ranks: Sequence[int]) -> list[Place]:
-        ranks = list(ranks) * stages_per_machine
-        pairs = [None, *itertools.pairwise(ranks)]
-        return [
-            place(rank, table[pair] if pair and pair[0] != pair[1] else None, flight)
-            for rank, pair, flight in zip(ranks, pairs, held, strict=True)
-        ]
 
-    def place(rank: int, link: Link | None, flight: int) -> Place:
-        m = machines[rank]
-        kind = list(kinds).index((m.device, m.speed))
-        return Place(rank, kind, link, m.memory_bytes / stages_per_machine, flight)
+@dataclass(frozen=True)
+class Problem:
+    """A problem is a model, machines with links, and a schedule. kinds: devices and speeds of machines, for
+    each of which the layout has times. ranks: always the machines in the order of the pipeline, by their
+    numbers."""
 
-    ranks, chosen = choose(layout, machines, table, places, cuts)
-    at = places(ranks)
-    names = [m.name for m in machines]
+    layout: Layout
+    machines: tuple[Machine, ...]
+    kinds: tuple[tuple[DeviceSpec | str, float], ...]
+    table: Mapping[tuple[int, int], Link]
+    schedule: Schedule
+    microbatches: int
+    local: int
 
-    def step(cuts: Cuts) -> Step:
-        stages, edges = layout.chain.times(at, cuts.at)
-        return simulate(order, stages, edges, len(machines), microbatches, model.training)
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        count = len(self.machines)
+        return tuple(
+            in_flight(self.schedule, s, count * self.local, count, self.microbatches)
+            for s in range(count * self.local)
+        )
 
-    if cuts is None and chosen.at:
-        equal = equal_layers(layout, at)
-        starts = [chosen, *([equal] if equal and equal.us < float("inf") else [])]
-        chosen = improve(layout.chain, at, starts, lambda c: step(c).us)
-    result = step(chosen)
-    return Pipeline(
-        model=type(model).__name__,
-        machines=tuple(machines[i] for i in ranks),
-        stages=layout.stages(at, names, chosen.at),
-        edges=layout.edges(at, chosen.at),
-        microbatches=microbatches,
-        schedule=order,
-        training=model.training,
-        events=result.events,
-        step_us=result.us,
-        bubble=result.bubble,
-        decisions=reasons(layout, at, chosen, lambda c: step(c).us, machines, ranks, microbatches),
-        graph=work.graph,
-    )
+    def places(self, ranks: Sequence[int]) -> list[Place]:
+        """Return the place of each stage."""
+        places, previous = [], None
+        for rank, flight in zip(list(ranks) * self.local, self.in_flight, strict=True):
+            m = self.machines[rank]
+            link = None if previous in (None, rank) else self.table[previous, rank]
+            kind = self.kinds.index((m.device, m.speed))
+            places.append(Place(rank, kind, link, m.memory_bytes / self.local, flight))
+            previous = rank
+        return places
+
+    def step(self, places: Sequence[Place], cuts: Cuts) -> Step:
+        stages, links = self.layout.chain.times(places, cuts.at)
+        training = bool(self.layout.work.differentiable)
+        return simulate(self.schedule, stages, links, len(self.machines), self.microbatches, training)
+
+    def best(self) -> tuple[tuple[int, ...], Cuts]:
+        """Return the best order of the machines, and the best cuts for it. Raise MachinesError if no cuts
+        fit."""
+        chain, stages = self.layout.chain, len(self.in_flight)
+        if chain.groups < stages:
+            detail = f"{stages} stages are too many for {chain.groups} operators"
+            raise MachinesError(detail=detail, todo="use fewer machines")
+        best = best_order(chain, orders(self.machines, lambda a, b: self.table[a, b]), self.places)
+        if best is None:
+            need = human_bytes(int(chain.state[0, -1] + chain.saved[0, -1]))
+            raise MachinesError(
+                detail=f"the model does not fit: it takes {need} with one microbatch in flight",
+                todo="use more machines or memory, smaller microbatches, or a schedule with fewer in flight",
+            )
+        ranks, cuts = best
+        if not cuts.at:
+            return best
+        places = self.places(ranks)
+        equal = equal_layers(self.layout, places)
+        starts = [cuts, *([equal] if equal and equal.us < float("inf") else [])]
+        return ranks, improve(chain, places, starts, lambda c: self.step(places, c).us)
+
+    def fixed(self, names: Sequence[str]) -> tuple[tuple[int, ...], Cuts]:
+        """Return the machines in their order, and the cuts before these operators. Raise MachinesError if the
+        model cannot be cut so, or a stage does not fit."""
+        borders, positions = self.layout.borders, self.layout.work.position
+        wrong = [name for name in names if positions.get(name) not in borders[1:-1]]
+        at = [borders.index(positions[name]) for name in names if name not in wrong]
+        if wrong or at != sorted(set(at)) or len(at) != len(self.in_flight) - 1:
+            raise MachinesError(
+                detail=f"the model cannot be cut before {', '.join(wrong or names)}",
+                todo=f"name {len(self.in_flight) - 1} operators of the plan's graph in their order, none "
+                "within a list of tensors or between a tensor and a write into it",
+            )
+        ranks = tuple(range(len(self.machines)))
+        cuts = price(self.layout.chain, self.places(ranks), at)
+        if cuts.us == float("inf"):
+            raise MachinesError(
+                detail="a stage does not fit in its machine's memory", todo="choose other cuts"
+            )
+        return ranks, cuts
+
+    def plan(self, ranks: tuple[int, ...], cuts: Cuts) -> Pipeline:
+        layout, places = self.layout, self.places(ranks)
+        names = [m.name for m in self.machines]
+        step = self.step(places, cuts)
+        why = reasons(layout, places, cuts, lambda c: self.step(places, c).us, self.microbatches)
+        if ranks != tuple(sorted(ranks)):
+            text = f"the machines are in the order {' '.join(names[rank] for rank in ranks)}"
+            why = (*why, Decision("order", "", Outcome.DONE, text))
+        return Pipeline(
+            model=layout.work.name,
+            machines=tuple(self.machines[rank] for rank in ranks),
+            stages=layout.stages(places, names, cuts.at),
+            edges=layout.edges(places, cuts.at),
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            training=bool(layout.work.differentiable),
+            events=step.events,
+            step_us=step.us,
+            bubble=step.bubble,
+            decisions=why,
+            graph=layout.work.graph,
+        )
 
 
 def check_schedule(schedule: str, local: int, machines: int, microbatches: int) -> Schedule:
@@ -159,63 +235,12 @@ def link_table(machines: Sequence[Machine], links: Sequence[Link]) -> dict[tuple
     return table
 
 
-def layout_of(
-    work: Workload,
-    kinds: Sequence[Machine],
-    table: Mapping[tuple[int, int], Link],
-    measured: bool,
-    extra: float,
-) -> Layout:
-    if measured:
-        times = measure(work, device_of(work))
-        by_kind = [scaled(times, m.speed) for m in kinds]
-    else:
-        by_kind = [scaled(estimate(work, spec_of(m.device)), m.speed) for m in kinds]
-    slowest = max(by_kind, key=lambda t: sum(t[0]))
-    send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
-    again = repeatable(work, slowest[0], send.us) if send else frozenset[str]()
-    return Layout(work, tuple(by_kind), again, extra)
-
-
-def device_of(work: Workload) -> torch.device:
+def times_of(
+    work: Workload, kinds: Sequence[tuple[DeviceSpec | str, float]], measured: bool
+) -> tuple[Times, ...]:
+    """Return the operators' times on each kind of machine."""
     tensors = [t for n in work.attributes if isinstance(t := work.tensor(n), torch.Tensor)]
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def scaled(times: Times, speed: float) -> Times:
-    forward, backward = times
-    return tuple(us / speed for us in forward), tuple(us / speed for us in backward)
-
-
-def choose(
-    layout: Layout, machines: Sequence[Machine], table: Mapping[tuple[int, int], Link], places: Any, cuts: Any
-) -> tuple[tuple[int, ...], Cuts]:
-    """Return the order of the machines, and the cuts: the best ones, or those that are given by name."""
-    stages = len(places(range(len(machines))))
-    if layout.chain.groups < stages:
-        raise MachinesError(
-            detail=f"{stages} stages are too many for {layout.chain.groups} operators",
-            todo="use fewer machines",
-        )
-    if cuts is not None:
-        at = [group_before(layout, name) for name in cuts]
-        return tuple(range(len(machines))), price(layout.chain, places(range(len(machines))), at)
-    best = best_order(layout.chain, orders(machines, lambda a, b: table[a, b]), places)
-    if best is None:
-        chain = layout.chain
-        need = (chain.state[0, -1] + chain.saved[0, -1]) / 1e9
-        raise MachinesError(
-            detail=f"the model does not fit: it takes {need:.2f} GB with one microbatch in flight",
-            todo="use more machines or memory, smaller microbatches, or a schedule with fewer in flight",
-        )
-    return best
-
-
-def group_before(layout: Layout, name: str) -> int:
-    position = layout.work.position.get(name)
-    if position is None or position not in layout.borders:
-        raise MachinesError(
-            detail=f"the model cannot be cut before {name}",
-            todo="name an operator of plan.graph that no list of tensors or write in place reaches across",
-        )
-    return layout.borders.index(position)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    here = measure(work, device) if measured else None
+    pairs = [(here or estimate(work, spec_of(device)), speed) for device, speed in kinds]
+    return tuple((tuple(f / v for f in forward), tuple(b / v for b in back)) for (forward, back), v in pairs)

@@ -178,9 +178,13 @@ class PipelinePlan:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Return the operators before which the model is cut: `fc.partition(..., machines=plan.machines,
-        cuts=plan.cuts)` makes the same stages again, as in another process."""
+        """Return the operators before which the model is cut, as `fc.partition(..., cuts=)` takes them."""
         return tuple(next(n for n in s.operators if n not in s.repeated) for s in self.stages[1:])
+
+    @property
+    def repeated(self) -> frozenset[str]:
+        """Return the operators that stages compute again, as `fc.partition(..., repeated=)` takes them."""
+        return frozenset(n for s in self.stages for n in s.repeated)
 
     def rank(self, stage: int) -> int:
         """Return the place of a stage's machine in `machines`."""

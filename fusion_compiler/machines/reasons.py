@@ -6,16 +6,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from torch import Tensor, nn
+
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.machines.cut import Cuts, Place, price
 from fusion_compiler.machines.layout import Layout
-from fusion_compiler.machines.plan import Machine
 from fusion_compiler.machines.text import timed
 from fusion_compiler.machines.workload import module_path
 
-CUT, EQUAL_LAYERS, REPEATED, TIED, ORDER = "cut", "equal layers", "computed again", "tied parameter", "order"
-ALONE = "one machine"
+CUT, EQUAL_LAYERS, REPEATED, TIED = "cut", "equal layers", "computed again", "tied parameter"
+ALONE, SHARED = "one machine", "shared buffer"
 NEIGHBOURS = 40  # groups on either side of a cut, of which the best is shown
 
 
@@ -24,8 +25,6 @@ def reasons(
     places: Sequence[Place],
     chosen: Cuts,
     step_us: Callable[[Cuts], float],
-    machines: Sequence[Machine],
-    ranks: Sequence[int],
     microbatches: int,
 ) -> Decisions:
     """Return the decisions of a plan. step_us: the predicted step of cuts. ranks: the order of the
@@ -37,9 +36,6 @@ def reasons(
         *repeats(layout, chosen),
         *ties(layout, chosen),
     ]
-    if list(ranks) != list(range(len(ranks))):
-        names = " ".join(machines[i].name for i in ranks)
-        decisions.append(Decision(ORDER, "", Outcome.DONE, f"the machines are in the order {names}"))
     return tuple(decisions)
 
 
@@ -76,14 +72,18 @@ def effect(layout: Layout, saved: float | None, group: int, other: int) -> str:
 
 
 def path(layout: Layout, group: int) -> str:
+    return module_path(layout.work.dag.nodes[first_of(layout, group)])
 
-    name = layout.work.order[layout.borders[group]]
-    return module_path(layout.work.dag.nodes[name])
+
+def first_of(layout: Layout, group: int) -> str:
+    """Return the first operator from a group on that returns something."""
+    names = layout.work.order[layout.borders[group] :]
+    return next((n for n in names if layout.work.dag.op(n).outputs), names[0])
 
 
 def label(layout: Layout, group: int) -> str:
-    """Return the first operator of a group, with its module: "add_3 (blocks.1)"."""
-    name, module = layout.work.order[layout.borders[group]], path(layout, group)
+    """Return the first operator of a group with its module: "add_3 (blocks.1)"."""
+    name, module = first_of(layout, group), path(layout, group)
     return f"{name} ({module})" if module else name
 
 
@@ -133,33 +133,29 @@ def alone(layout: Layout, places: Sequence[Place], microbatches: int, ours: floa
 
 
 def repeats(layout: Layout, chosen: Cuts) -> Iterator[Decision]:
-    """Yield the operators that a stage computes again for its own operators, instead of receiving them."""
-    ends = list(itertools.pairwise((0, *chosen.at, layout.chain.groups)))
-    for name in layout.work.order:
-        readers = [layout.work.order[i] for i in layout.work.readers(name) if i < len(layout.work.order)]
-        if name not in layout.repeated or all(reader in layout.repeated for reader in readers):
-            continue
-        stages = [s for s, (i, j) in enumerate(ends) if any(i <= g < j for g in layout.uses[name])]
-        again = [s for s in stages if not within(layout, name, ends[s])]
-        if again:
-            text = f"on {counted(stages)} instead of sent, {human_bytes(layout.work.nbytes(name))} each"
-            yield Decision(REPEATED, name, Outcome.DONE, text)
+    """Yield what a stage computes again for its own operators, instead of receiving it."""
+    stages: dict[str, list[int]] = {}
+    for number, (i, j) in enumerate(itertools.pairwise((0, *chosen.at, layout.chain.groups))):
+        again = layout.repeated_in(i, j)
+        for name in again:
+            if not again & {*layout.work.dag.consumers(name)}:
+                stages.setdefault(name, []).append(number)
+    for name in sorted(stages, key=layout.work.position.__getitem__):
+        text = f"on {counted(stages[name])} instead of sent, {human_bytes(layout.work.nbytes(name))} each"
+        yield Decision(REPEATED, name, Outcome.DONE, text)
 
 
 def counted(stages: Sequence[int]) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
 
 
-def within(layout: Layout, name: str, ends: tuple[int, int]) -> bool:
-    return ends[0] <= layout.group[layout.work.position[name]] < ends[1]
-
-
 def ties(layout: Layout, chosen: Cuts) -> Iterator[Decision]:
-    """Yield the parameters and buffers that several stages read: their gradients have to be summed."""
+    """Yield the parameters and buffers that several stages read, and whose gradients have to be summed."""
     ends = list(itertools.pairwise((0, *chosen.at, layout.chain.groups)))
     for node, name in layout.work.attributes.items():
         stages = [s for s, (i, j) in enumerate(ends) if any(i <= g < j for g in layout.uses[node])]
-        if len(stages) > 1:
+        if len(stages) > 1 and isinstance(tensor := layout.work.tensor(node), Tensor):
             trained = node in layout.work.differentiable
             todo = "; its gradients have to be added up before the optimizer's step" if trained else ""
-            yield Decision(TIED, name, Outcome.NOTED, f"on {counted(stages)}{todo}")
+            rule = TIED if isinstance(tensor, nn.Parameter) else SHARED
+            yield Decision(rule, name, Outcome.NOTED, f"on {counted(stages)}{todo}")

@@ -55,7 +55,8 @@ def edge_text(edge: Edge) -> str:
 
 def ranges(modules: Iterable[str]) -> str:
     """Return modules by the layers that they belong to: "embed, blocks.0-3, blocks.4.attention"."""
-    pieces = list(dict.fromkeys(m for m in modules if m))
+    names = list(dict.fromkeys(m for m in modules if m))
+    pieces = [m for m in names if not any(other.startswith(f"{m}.") for other in names)]
     layers: dict[str, list[str]] = {}
     for module in pieces:
         match = re.match(r"(.*?\b\d+)(?:\.|$)", module)

@@ -6,7 +6,7 @@ order of the model's code, which is one topological order of the DAG; the cuts a
 
 from __future__ import annotations
 
-from collections import defaultdict
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +24,14 @@ from fusion_compiler.machines.plan import Crossing
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload is an exported model. Node names are those of `graph`.
+    """A workload is an exported model, `name` its class. Node names are those of `graph`.
 
     dag: the operators with their arithmetic and bytes. order: the names of the operators, as they run.
     differentiable: nodes with a gradient; empty if the model is not trained.
     layers: for each operator the module of a repeated layer that it belongs to ("blocks.3"), else "".
     """
 
+    name: str
     graph: fx.GraphModule
     dag: OpDag
     order: tuple[str, ...]
@@ -101,7 +102,9 @@ def workload(
     )
     nodes = dag.nodes
     trained = differentiable(graph) if training else frozenset[str]()
-    return Workload(graph, dag, order, trained, tuple(layer_of(nodes[name]) for name in order))
+    return Workload(
+        type(model).__name__, graph, dag, order, trained, tuple(layer_of(nodes[name]) for name in order)
+    )
 
 
 def first_line(error: Exception) -> str:
@@ -156,25 +159,40 @@ def layer_of(node: fx.Node) -> str:
     return "" if number is None else ".".join(pieces[: number + 1])
 
 
+def inside(node: fx.Node) -> list[fx.Node]:
+    """Return the node, or the nodes of the graph that it runs, as a region without autocast or gradients."""
+    owner: Any = node.graph.owning_module
+    values = [attribute_of(owner, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    nodes = [n for graph in values if isinstance(graph, fx.GraphModule) for n in graph.graph.nodes]
+    return [n for n in nodes if n.op == "call_function"] or [node]
+
+
 def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the operands that an operator writes into."""
+    """Return the operands that an operator writes into: all of them, of a region with such an operator."""
+    nodes = inside(node)
+    if nodes != [node]:
+        return tuple(node.all_input_nodes) if any(map(mutated, nodes)) else ()
     if not isinstance(node.target, OpOverload):
         return ()
     arguments = node.target._schema.arguments
-    values = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(a.name) for i, a in enumerate(arguments)
-    ]
-    return tuple(
-        v
-        for a, v in zip(arguments, values, strict=True)
-        if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
+    pairs = zip(
+        arguments, (*node.args, *(node.kwargs.get(a.name) for a in arguments[len(node.args) :])), strict=True
     )
+    writes = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(v for v in writes if isinstance(v, fx.Node))
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view shows."""
+    while node.op == "call_function" and is_view(node.target) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_view(target: object) -> bool:
-    """True if an operator returns its operand's memory, and so takes no time."""
+    """True if an operator may return its operand's memory, and so takes no time."""
     if not isinstance(target, OpOverload):
-        return True  # getitem of a tuple, and arithmetic of sizes
+        return target is operator.getitem
     returns = target._schema.returns
     named = target._opname in ("reshape", "chunk", "split", "contiguous", "flatten", "unflatten", "to")
     return named or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -198,10 +216,7 @@ def cuttable(work: Workload) -> tuple[bool, ...]:
         if not isinstance(node.meta.get("val"), Tensor):
             forbid(allowed, i, max((i, *work.readers(name))))
         for operand in mutated(node):
-            base = operand
-            while base.op == "call_function" and is_view(base.target) and base.all_input_nodes:
-                base = base.all_input_nodes[0]
-            forbid(allowed, work.position.get(base.name, i), i)
+            forbid(allowed, work.position.get(base_of(operand).name, i), i)
     return tuple(allowed)
 
 
@@ -217,23 +232,24 @@ def repeatable(work: Workload, us: Sequence[float], send_us: Callable[[int], flo
     Their results have no gradient, are not random, and take no longer to compute than to send: masks,
     position tables, rotary factors. us: microseconds of each operator. send_us: of so many bytes.
     """
-    names: set[str] = set()
-    chain_us: dict[str, float] = defaultdict(float)
+    nodes = [work.dag.nodes[name] for name in work.order]
+    written = {base_of(operand) for node in nodes for operand in mutated(node)}
+    chain_us: dict[str, float] = {}
     roots: dict[str, frozenset[str]] = {}
-    for i, name in enumerate(work.order):
-        node = work.dag.nodes[name]
-        target = node.target
-        random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-        writes = mutated(node) or any(mutated(user) for n in node.all_input_nodes for user in n.users)
-        if name in work.differentiable or random or writes or not isinstance(target, OpOverload):
+    for node, own_us in zip(nodes, us, strict=True):
+        pure = all(
+            torch.Tag.nondeterministic_seeded not in getattr(n.target, "tags", ()) for n in inside(node)
+        )
+        if (
+            node.name in work.differentiable
+            or not pure
+            or written & {*map(base_of, (node, *node.all_input_nodes))}
+        ):
             continue
         reads = [n.name for n in node.all_input_nodes if n.op != "get_attr"]
         sent = frozenset[str]().union(*(roots.get(n, frozenset([n])) for n in reads))
-        chain = us[i] + sum(chain_us[n] for n in reads)
-        size = work.nbytes(name)
-        view = is_view(target)
-        cheaper = sum(map(work.nbytes, sent)) <= size if view else sum(map(work.nbytes, sent)) < size
-        if cheaper and chain <= send_us(size) and isinstance(node.meta.get("val"), Tensor):
-            names.add(name)
-            chain_us[name], roots[name] = chain, sent
-    return frozenset(names)
+        chain = own_us + sum(chain_us.get(n, 0.0) for n in reads)
+        before, size = sum(map(work.nbytes, sent)), work.nbytes(node.name)
+        if (before < size or (before == size and is_view(node.target))) and chain <= send_us(size):
+            chain_us[node.name], roots[node.name] = chain, sent
+    return frozenset(chain_us)

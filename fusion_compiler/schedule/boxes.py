@@ -51,12 +51,18 @@ def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -
     elements that they reach together.
     """
     name, steps = load.buffer, dict[int, int]()
+    fused = frozenset[int]().union(*(leaf.members - {leaf.axis} for leaf in leaves))
     for axis, step in load.index.terms:
         if axis < 0:
             return f"an index that is data says where {name} is read"
+        if axis in fused:
+            return f"lanes go through {loops.axes[axis].name} and other axes of {name}"
         if not isinstance(step, int) or not isinstance(loops.axes[axis].size, int):
             return f"{name}'s strides and sizes along {loops.axes[axis].name} are known at launch only"
         steps[axis] = step
+    fused = (leaf for leaf in leaves if len(leaf.members) > 1 and not leaf.members.isdisjoint(steps))
+    if (leaf := next(fused, None)) is not None:
+        return f"{leaf.name} is several dimensions of {name}"
     if not isinstance(offset := load.index.const, int):
         return f"where {name} begins is known at launch only"
     sides: list[Side] = []

@@ -7,12 +7,12 @@ carried reductions allows it (`schedule.carried`); others take a second loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import LoopNest
+from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.schedule.chains import Chain
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, In, On, Place, Placement, Split, Stage, Unit
@@ -21,19 +21,21 @@ from fusion_compiler.schedule.tile_products import SMALLEST, product_of
 
 PROGRAMS = 2  # for each multiprocessor, if a loop is split over programs to occupy the device
 LEAST_BLOCKS = 4  # of a program's part of a loop
+RESERVED = 1024  # bytes of shared memory that a program cannot have
 MOST_PARTS = 64  # of a loop: merging them reads what programs store
 # Rows, elements of a block of the loop, warps and stages, best first, by the most features of a row.
 SHAPES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
     (64, ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 3))),
     (128, ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3))),
-    (256, ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2))),
+    (256, ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2))),
 )
 
 
 def placements(
-    loops: LoopNest, chain: Chain, order: Sequence[int], device: DeviceSpec
+    loops: LoopNest, chain: Chain, order: Sequence[int], device: DeviceSpec, itemsizes: Mapping[str, int]
 ) -> Iterator[Placement]:
-    """Yield placements, best first. order: the axes from the outermost one in memory to the innermost."""
+    """Yield placements, best first. order: the axes from the outermost one in memory to the innermost.
+    itemsizes: bytes of an element of the buffers, as far as they are known."""
     names = [axis.name for axis in loops.axes]
     width = max(hint(loops.axes[k].size) for k in chain.features)
     shapes = next(shapes for most, shapes in SHAPES if width <= most)
@@ -60,7 +62,21 @@ def placements(
         )  # fmt: skip
         where = PlacedAxes.of(loops, Placement(directives))
         units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
-        yield Placement((*directives, *units), warps, stages)
+        if _shared_bytes(loops, chain, where, stages, itemsizes) <= device.shared_bytes - RESERVED:
+            yield Placement((*directives, *units), warps, stages)
+
+
+def _shared_bytes(
+    loops: LoopNest, chain: Chain, where: PlacedAxes, stages: int, itemsizes: Mapping[str, int]
+) -> int:
+    """Return the bytes of shared memory for what tensor cores read: of each stage of a loop, and of rows."""
+    total, features = 0, where.of_axes(chain.features)
+    for node in loops.nodes:
+        if isinstance(node, Load) and not features.isdisjoint(leaves := where.of_index(node.index)):
+            lanes = prod(leaf.lanes for leaf in leaves if leaf.place is Place.LANES)
+            is_in_loop = any(leaf.place is Place.LOOP for leaf in leaves)
+            total += lanes * itemsizes.get(node.buffer, 2) * (stages if is_in_loop else 1)
+    return total
 
 
 def _over_rows_and_columns(

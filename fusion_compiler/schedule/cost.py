@@ -385,7 +385,7 @@ class Roofline:
             return Cost(0.0, 0, 0, 0, "launch")
         if self.a.windows is not None:
             return self._cost_of_windows(run, self.a.windows)
-        if self.a.matrices is not None:
+        if self.a.matrices is not None and run.terms:
             return self._cost_of_matrices(run)
         device, use = self.device, _use(self.work, run, self.device)
         memory, extra = self._memory_us(run, use)

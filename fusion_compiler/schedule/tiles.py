@@ -55,6 +55,7 @@ MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled,
 # What buffers of elements with so many bytes most likely hold: the planner knows no more.
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
+NO_SIZES: Mapping[str, int] = {}
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
@@ -97,7 +98,7 @@ def placements(
         if products.is_turned and products.size(products.few) < LEAST_SHARING:
             runs.sort(key=roofline.us)
         return with_exact_products(loops, tuple(run.placement for run in runs), dtypes)
-    if of_chain := tuple(run.placement for run in _legal(a, _chained(a, roofline.device), hints)):
+    if of_chain := tuple(run.placement for run in _legal(a, _chained(a, roofline.device, itemsizes), hints)):
         return of_chain
     in_parts = islice(_legal(a, parts(a, _by_stride(loops), roofline.device, hints), hints), KEPT)
     if of_parts := tuple(run.placement for run in in_parts):
@@ -122,12 +123,14 @@ def _legal(
     return (run for run in runs if refusal_of(run) is None)
 
 
-def _chained(a: Analysis, device: DeviceSpec) -> Iterator[Placement]:
+def _chained(
+    a: Analysis, device: DeviceSpec, itemsizes: Mapping[str, int] = NO_SIZES
+) -> Iterator[Placement]:
     """Yield placements of a chain of products with many rows, or of one that no tile holds."""
     if a.chain is not None:
         rows = hint(a.loops.axes[a.chain.rows].size)
         if rows > MOST_SHARING or _least(a.loops, a.inner) > LARGEST_TILE:
-            yield from chained.placements(a.loops, a.chain, _by_stride(a.loops), device)
+            yield from chained.placements(a.loops, a.chain, _by_stride(a.loops), device, itemsizes)
 
 
 def _groups(a: Analysis) -> list[frozenset[int]]:

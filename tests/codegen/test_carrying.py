@@ -18,6 +18,7 @@ from fusion_compiler.ir.loops import COLS, INNER, Value
 from fusion_compiler.runtime.launch import interpret
 from fusion_compiler.runtime.target import compile_for
 from fusion_compiler.schedule.carried import Carried, carried_of
+from fusion_compiler.schedule.chained import RESERVED
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.space import schedules
@@ -297,6 +298,14 @@ def test_a_causal_loop_has_a_part_without_masks() -> None:
     assert first.startswith("tl.range(0, i_o * 32, 16)") and "<=" not in first
     assert second.startswith("tl.range(i_o * 32, i_o * 32 + 32, 16)") and second.count("<=") == 1
     assert first.count("tl.dot") == second.count("tl.dot") == 2
+
+
+@pytest.mark.parametrize("head", [128, 256])
+def test_tiles_of_a_chain_fit_into_shared_memory(head: int) -> None:
+    sizes = (1, 2, 1024, head, 1024, head, head)
+    nest = nests.gradient_of_queries(MASKS["causal"], torch.bfloat16, *sizes)
+    binary = compile_for(built(nest, schedules(nest.nest(), H200)[0]).kernels[0], "sm_90")
+    assert binary.spills == 0 and 64 * 1024 < binary.shared_bytes <= H200.shared_bytes - RESERVED
 
 
 @pytest.mark.parametrize(("head", "warps"), [(64, 4), (64, 8), (128, 8)])

@@ -75,6 +75,7 @@ def order(x: Tensor, layout: str, want: str) -> Tensor:
     return x if layout == want else x.transpose(-2, -1)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
@@ -269,6 +270,14 @@ def test_a_head_by_its_terms() -> None:
     compare(nest, lambda a, b: torch.einsum("bhsd,nhd->bsn", a, b))
 
 
+def test_rows_of_two_axes() -> None:
+    """As sequences times a weight have them. No descriptor loads rows of one tile that two axes number."""
+    nest = Products(random.randint(30, 50), 64, 128, 3)
+    nest.write("out", nest.product(nest.read("a", "bmk"), nest.read("b", "kn")), "bmn")
+    assert any("fuse(b m, rows)" in str(p) and p.descriptors for p in placements(nest, 8))
+    compare(nest, lambda a, b: a @ b, count=8)
+
+
 def test_factors_of_float8() -> None:
     """Both factors go into tensor cores as they are; scales multiply the results."""
     nest = Products(*draw(), dtype=torch.float8_e4m3fn)
@@ -293,7 +302,8 @@ EPILOGUES: dict[str, tuple[Callable[[Products, Value], Value], Callable[[Tensor]
 }
 
 
-@pytest.mark.parametrize("draw_number", range(8))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("draw_number", range(40))
 def test_random_products(draw_number: int) -> None:
     """Every combination of layout, batch, dtype, a scale in front and a function behind is some draw's."""
     epilogue, layouts, dtype = random.choice([*EPILOGUES]), random.choice(LAYOUTS), random.choice(HALVES)
@@ -337,25 +347,42 @@ def test_offsets_past_two_to_the_31() -> None:
     assert len(numbers) > 4 and all(".to(tl.int64)" in line for line in numbers), source
 
 
-def test_groups_of_rows_and_sums_over_rows() -> None:
-    """A last group with fewer blocks is legal where no program numbers its part of a sum over the rows."""
-    nest = Products(9 * 64, 128, 64, inner="mk")
-    y = nest.product(nest.read("a", "mk"), nest.read("b", "kn"))
-    nest.write("out", y, "mn")
-    text = (
-        "split(k, 32); split(m, 64); split(m.o, 8); split(n, 64); place(m.o.o, GRID); place(n.o, GRID); "
-        "place(m.o.i, GRID); place(k.o, LOOP); place(m.i, LANES); place(n.i, LANES); place(k.i, LANES); "
-        "unit(v3, TENSOR_CORE); 4 warps, 3 stages"
-    )
-    placement = Placement.parse(text)
+GROUPED = (
+    "split(k, 32); split(m, 32); split(m.o, 8); split(n, 32); place(m.o.o, GRID); place(n.o, GRID); "
+    "place(m.o.i, GRID); place(k.o, LOOP); place(m.i, LANES); place(n.i, LANES); place(k.i, LANES); "
+    "unit(v3, TENSOR_CORE); 4 warps, 3 stages"
+)
+
+
+@pytest.mark.parametrize(("batch", "rows"), [(1, 9 * 32), (2, 9 * 32), (2, 10 * 32 + 3)])
+def test_a_last_group_with_fewer_blocks(batch: int, rows: int) -> None:
+    """No program makes blocks that are not there, in any batch."""
+    nest = Products(rows, 64, 70, batch)
+    y = nest.product(nest.read("a", f"{nest.batch}mk"), nest.read("b", f"{nest.batch}kn"))
+    nest.write("out", y, f"{nest.batch}mn")
+    placement = Placement.parse(GROUPED if batch == 1 else f"place(b, GRID); {GROUPED}")
     assert verifier.refusal(nest.nest(), placement) is None
-    assert nest.program(placement).kernels[0].grid == (9 * 2,)
+    assert nest.program(placement).kernels[0].grid == (batch * -(-rows // 32) * 2,)
     inputs = nest.inputs()
     exact = inputs["a"].double() @ inputs["b"].double()
     eager = distance(inputs["a"] @ inputs["b"], exact)
     assert distance(nest.run(placement, inputs)["out"], exact) <= eager + 1e-6
+
+
+def test_a_sum_over_rows_in_groups() -> None:
+    """A group with fewer blocks would leave parts of the sum unwritten."""
+    nest = Products(9 * 32, 64, 70, inner="mk")
+    y = nest.product(nest.read("a", "mk"), nest.read("b", "kn"))
+    nest.write("out", y, "mn")
     nest.write("bias", nest.summed(y, "m"), "n", torch.float32)
-    assert "the last group has fewer" in str(verifier.refusal(nest.nest(), placement))
+    refused = verifier.refusal(nest.nest(), Placement.parse(GROUPED))
+    assert "the last group has fewer" in str(refused)
+    placement = Placement.parse(GROUPED.replace("split(m.o, 8)", "split(m.o, 3)"))
+    assert verifier.refusal(nest.nest(), placement) is None
+    inputs = nest.inputs()
+    exact = (inputs["a"].double() @ inputs["b"].double()).sum(0)
+    eager = distance((inputs["a"] @ inputs["b"]).sum(0, dtype=torch.float32), exact)
+    assert distance(nest.run(placement, inputs)["bias"], exact) <= eager
 
 
 def of(layout_a: str, layout_b: str, batch: int = 1) -> Products:

@@ -42,7 +42,7 @@ def go_on(
     rank: int, world: int, folder: str, victim: int, stop: int
 ) -> dict[str, Tensor] | tuple[str, float]:
     """Train to the end from the last checkpoint; the victim gets a signal before one of the steps."""
-    pipeline = pipeline_for(world, patience_s=4.0)
+    pipeline = pipeline_for(world, patience_s=6.0)
     pipeline.resume(folder)
     started = time.monotonic()
     try:

@@ -146,6 +146,53 @@ def test_masks_are_computed_again_where_that_is_cheaper() -> None:
     assert not fast.stages[1].repeated
 
 
+def test_what_is_written_into_is_never_computed_again() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros(8, 8)
+            mask[:, 2] = 1.0  # through a view
+            early = mask > 0.5
+            mask.add_(1.0)
+            for layer in self.layers:
+                x = layer(x) * mask + early
+            return x
+
+    model, x = Masked(), torch.randn(8, 8)
+    plan = fc.partition(model, (x,), machines=THREE, links=LINK, cuts=("linear_1", "linear_2"))
+    torch.testing.assert_close(run(plan.modules(), x), model(x), rtol=0, atol=0)
+    assert not plan.repeated
+
+
+def test_rotary_factors_without_gradients_are_computed_again() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.register_buffer("rates", torch.rand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                angles = self.rates * torch.arange(x.shape[0])[:, None]  # type: ignore[operator]
+                cos, sin = angles.cos(), angles.sin()
+            for layer in self.layers:
+                x = layer(x) * cos + sin
+            return x
+
+    model, x = Rotary().double(), torch.randn(512, 8).double()
+    for measured in (False, True):
+        cuts = ("linear_1", "linear_2")
+        plan = fc.partition(model, (x,), machines=THREE, links=LINK, measured=measured, cuts=cuts)
+        torch.testing.assert_close(run(plan.modules(), x), model(x), rtol=0, atol=0)
+        if not measured:  # a CPU that is busy may take longer than the link
+            assert all(len(e.tensors) == 1 for e in plan.edges)
+            again = [d for d in plan.decisions if d.rule == "computed again"]
+            assert len(again) == 2 and all("stages 1, 2" in d.reason for d in again)
+
+
 def test_random_numbers_are_never_drawn_again() -> None:
     class Noise(nn.Module):
         def __init__(self) -> None:
@@ -303,6 +350,25 @@ def test_a_plan_of_another_graph_is_refused() -> None:
         pipeline(Language(), (torch.randint(0, 50, (3, 9)),), split_policy=plan.split_policy)
 
 
+def test_another_process_makes_the_same_stages() -> None:
+    model, x = Language(), torch.randint(0, 50, (3, 7))
+    machines = [*THREE[:2], replace(THREE[2], speed=2.0)]
+    plan = fc.partition(model, (x,), machines=machines, links=LINK)
+    assert plan.repeated
+    fast = fc.Link(1e15, 0.0)  # with which nothing would be computed again
+    same = {"machines": plan.machines, "cuts": plan.cuts, "repeated": plan.repeated}
+    again = fc.partition(model, (x,), links=fast, **same)  # type: ignore[arg-type]
+    assert [s.operators for s in again.stages] == [s.operators for s in plan.stages]
+    assert [e.tensors for e in again.edges] == [e.tensors for e in plan.edges]
+    assert again.machines == plan.machines
+
+
+def test_one_machine_has_one_stage() -> None:
+    plan = fc.partition(Language(), (torch.randint(0, 50, (3, 7)),), machines=THREE[:1], links=())
+    assert len(plan.stages) == 1 and not plan.edges and plan.bubble == pytest.approx(0)
+    assert plan.step_us == pytest.approx(8 * plan.stages[0].us)
+
+
 def test_errors_say_what_is_wrong() -> None:
     model, args = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4),)
     with pytest.raises(NotCallableError):
@@ -313,6 +379,8 @@ def test_errors_say_what_is_wrong() -> None:
         )
     with pytest.raises(MachinesError, match="a link names a and x"):
         fc.partition(model, args, machines=THREE, links=[LINK, fc.Link(1, 1, ("a", "x"))])
+    with pytest.raises(MachinesError, match="cannot be cut before"):
+        fc.partition(model, args, machines=THREE, links=LINK, cuts=("linear_1",))
     with pytest.raises(MachinesError, match="too many"):
         fc.partition(model, args, machines=THREE, links=LINK)
     with pytest.raises(InvalidOptionError, match="schedule"):

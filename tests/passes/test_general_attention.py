@@ -126,6 +126,19 @@ def check_nest(dag: OpDag) -> None:
         torch.testing.assert_close(result, value, rtol=near, atol=near * value.abs().max().item())
 
 
+@pytest.mark.parametrize("name", [name for name in BY_NAME if "dropout" not in name])
+@pytest.mark.sample(4)
+def test_kernels_are_as_close_to_float64_as_eager(name: str) -> None:
+    """Every nest is one kernel, in Triton's interpreter, and its length is no multiple of a block."""
+    variant = BY_NAME[name]
+    inputs = inputs_of(variant, replace(SMALL, length=72, width=16, values=16, dtype=torch.bfloat16))
+    compiled = fc.compile(variant.code, backend="interpret", disable=("fused attention",))
+    wrong = [not_as_close(*each) for each in zip(*run_all(compiled, variant.code, inputs), strict=True)]
+    assert not any(wrong), wrong
+    nests = [plan for plan in compiled.plan if ".nest_" in plan.name]
+    assert len(nests) > 2 and all(len(plan.clusters) == 1 and not plan.leftovers for plan in nests)
+
+
 def test_dropped_probabilities_are_the_same_in_all_nests() -> None:
     variant = BY_NAME["soft cap, dropout"]
     inputs, results = inputs_of(variant, SMALL), list[list[Tensor]]()
@@ -205,12 +218,28 @@ def test_scores_that_others_read_are_left_alone() -> None:
 
 def test_lengths_may_differ_from_call_to_call() -> None:
     variant = BY_NAME["soft cap, causal"]
-    compiled = general_of(variant.code, dynamic=True)
+    compiled = general_of(variant.code)
     for length in (37, 45, 64):
         inputs = replace(SMALL, length=length).inputs()
         ours, eager, truth = run_all(compiled, variant.code, inputs)
         assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
-    assert len(bodies_of(compiled)) == 4
+    shapes = [dag.op(name).outputs[0].shape for dag in bodies_of(compiled).values() for name in dag.outputs]
+    assert len(bodies_of(compiled)) == 8, "a graph for the first length, and one for all others"
+    assert sum(any(not isinstance(n, int) for n in shape) for shape in shapes) == len(shapes) // 2
+
+
+def test_nests_are_read_from_disk() -> None:
+    variant, results = BY_NAME["soft cap, causal"], list[list[Tensor]]()
+    inputs = inputs_of(variant, SMALL)
+    for where in ("anew", "from disk"):
+        torch._dynamo.reset()
+        compiled = general_of(variant.code)
+        results.append(run(compiled, inputs))
+        assert len(bodies_of(compiled)) == 4
+        graphs = [plan for plan in compiled.plan if ".nest_" not in plan.name]
+        assert all(f"captured {where}" in str(plan.decisions) for plan in graphs)
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 def test_the_pass_is_off_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

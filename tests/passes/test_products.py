@@ -106,6 +106,16 @@ def test_values_and_gradients_are_as_close_as_eagers(
     assert counts["forward"] >= forward and counts["backward"] >= backward
 
 
+def test_rows_that_are_several_dimensions_elsewhere_are_right() -> None:
+    def heads(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).view(2, 19, 4, 16).transpose(1, 2).contiguous() * 1.5
+
+    x, w = torch.randn(38, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    fast = fc.compile(heads, backend="interpret", products="always", strict=True)
+    errors = [(run(x, w).double() - heads(x.double(), w.double())).norm() for run in (fast, heads)]
+    assert errors[0] <= errors[1] and held(fast.plan[0]) == ["mm"]
+
+
 def test_what_the_backward_needs_is_stored_by_the_kernel_of_the_product() -> None:
     fast = fc.compile(Mlp(48, 80, "none").bfloat16(), backend="interpret", products="always")
     fast(torch.randn(40, 48).bfloat16()).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any
 
@@ -107,3 +108,6 @@ def test_the_page_quotes_what_was_measured() -> None:
     page = (ROOT / "docs/performance.md").read_text()
     assert compile_time.show(measured["rows"], "processor") in page
     assert f"at {measured['commit']}" in page
+    on_gpu = json.loads((ROOT / "benchmarks/results/compile-time.json").read_text())
+    (shown,) = re.findall(r"^(first step, seconds .*?)\n```", page, re.DOTALL | re.MULTILINE)
+    assert shown in compile_time.show(on_gpu["rows"]) and f"at {on_gpu['commit']}" in page

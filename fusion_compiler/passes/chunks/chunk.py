@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import ancestors, emit, fake_mode
-from fusion_compiler.ir.chunks import Chunked, Joined, Result, Rows
+from fusion_compiler.ir.chunks import Added, Chunked, Multiplied, Result, Rows
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass
 from fusion_compiler.ops.decompositions.tensors import hinted
@@ -275,7 +275,7 @@ def _full(like: fx.Node, number: float | None) -> fx.Node:
 def _value(node: fx.Node, result: Result) -> Any:
     """Return a new FakeTensor of the value that a loop returns for a node."""
     value: Any = node.meta["val"]
-    dtype = value.dtype if isinstance(result, Joined) else result.dtype
+    dtype = result.dtype if isinstance(result, Added | Multiplied) else value.dtype
     with fake_mode([value]):
         return torch.empty(value.shape, dtype=dtype, device=value.device)
 

@@ -153,9 +153,9 @@ def refusal_of(pool: Candidates, op: Op) -> str | None:
 
 
 def _is_product(pool: Candidates, name: str) -> bool:
-    """True if an op is a matrix product that is left to a library."""
+    """True if an op is a matrix product with many rows that is left to a library."""
     op = pool.dag.op(name)
-    return op.kind is Kind.CONTRACTION and factors_of(op.target) is not None and name not in pool.owned
+    return factors_of(op.target) is not None and name not in pool.owned and pool.has_many_rows(op)
 
 
 def _sets(

@@ -27,15 +27,20 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit, reached
 from fusion_compiler.ir.chunks import Chunked, Whole
+from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.sources import source_of
 from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.chunks.chunk import sort
+from fusion_compiler.passes.lower.chains import lower_chain
+from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.nests import region as region_of_scores
 from fusion_compiler.passes.nests.body import Nest, nests_of
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, Region, count, regions
 from fusion_compiler.passes.rewrites.mask_algebra import expression
+from fusion_compiler.schedule.chains import Chain
 
 _aten = torch.ops.aten
 RULE = "general attention"
@@ -69,6 +74,8 @@ def _replace(graph: fx.Graph, region: Region) -> str:
     for nest in nests:
         _check_order(nest, order)
     calls = [(nest, nest.graph()) for nest in nests]
+    for nest, body in calls:
+        _check_chain(nest, body)
     saved = max(_bytes(n) for n in region.scores)
     items: dict[fx.Node, fx.Node] = {}
     for number, (nest, body) in enumerate(calls):
@@ -85,6 +92,16 @@ def _replace(graph: fx.Graph, region: Region) -> str:
 
 def _bytes(node: fx.Node) -> int:
     return count(node) * node.meta["val"].dtype.itemsize
+
+
+def _check_chain(nest: Nest, body: fx.GraphModule) -> None:
+    """Raise Refused if a nest is no chain of products that one kernel computes."""
+    try:
+        loops = lower_chain(build(body, source_of))
+    except Illegal as error:
+        raise Refused(f"{nest.results[0].name} is no loop nest: {error}") from None
+    if Chain.of(loops) is None:
+        raise Refused(f"{nest.results[0].name} is no chain of products over one axis")
 
 
 def _check_order(nest: Nest, order: dict[fx.Node, int]) -> None:
