@@ -29,7 +29,7 @@ def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Coder:
     """Return a coder whose functions run in eager PyTorch."""
-    coder = Coder(codec, shape, dtype, {"backend": "eager"})
+    coder: Any = Coder(codec, shape, dtype, {"backend": "eager"})
     coder.select, coder.encode, coder.decode = coder._select, coder._encode, coder._decode
     return coder
 
