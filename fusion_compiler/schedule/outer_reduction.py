@@ -43,7 +43,8 @@ def measured(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
         return _one_column(device, count)
     stored = any(s.value not in a.after_rows for s in a.loops.stores)
     by_row = stored and not a.mixed and isinstance(a.size(COLS), int) and 1024 <= padded(width) <= 8192
-    tiles = SQUARE if a.mixed else TALL if a.only_tall else tuple(_tiles(width, count, device))
+    is_tall = a.only_tall and count == UNKNOWN
+    tiles = SQUARE if a.mixed else TALL if is_tall else tuple(_tiles(width, count, device))
     return from_shapes(a, device, ((WHOLE,) if by_row else ()) + tiles)
 
 

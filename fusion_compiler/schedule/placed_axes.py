@@ -116,7 +116,7 @@ class PlacedAxes:
         size = product((inner, self.axes[member].size))
         if size == 0 or axis in self.aligned:
             return self.leaves[axis]
-        leaves = sorted(self.leaves[axis], key=lambda leaf: leaf.step)
+        leaves = sorted(self.leaves[axis], key=lambda leaf: (leaf.step, leaf.extent != 1))
         filled = [leaf.place is not Place.LANES or leaf.lanes == leaf.extent for leaf in leaves]
         multiples = (quotient(inner, leaf.step) is not None for leaf in leaves)
         same = max(i for i, is_multiple in enumerate(multiples) if is_multiple and all(filled[:i]))
