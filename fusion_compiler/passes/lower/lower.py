@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir import layout
 from fusion_compiler.ir.dag import Op, OpDag, Ref
-from fusion_compiler.ir.dims import Dim, product, simple, strides_of
+from fusion_compiler.ir.dims import Dim, product, quotient, simple, strides_of
 from fusion_compiler.ir.index import (
     ZERO,
     NeedsSplit,
@@ -196,7 +196,7 @@ class Lowering(Builder):
     ) -> None:
         groups = space.axis_groups
         sizes = enumerate(space.axes)
-        axes = tuple(Axis(f"a{i}", size, groups[i], most=dag.most.get(size)) for i, size in sizes)
+        axes = tuple(Axis(f"a{i}", size, groups[i], most=_most(dag, size)) for i, size in sizes)
         super().__init__(dag, axes, space.extents)
         self.ops, self.outputs, self.space = ops, outputs, space
         self.rounder = Rounder(self, rounding)
@@ -794,6 +794,14 @@ class Lowering(Builder):
     def widened(self, reduce: Reduce, name: str) -> int:
         """Return an int32 reduction converted to int64."""
         return self.converted(self.emit(reduce, name), torch.int64, name)
+
+
+def _most(dag: OpDag, size: Dim) -> int | None:
+    """Return an upper bound of a size, that of a multiple of it if no other is known; None without one."""
+    if isinstance(size, int) or size in dag.most:
+        return dag.most.get(size)
+    bounds = ((quotient(multiple, size), bound) for multiple, bound in dag.most.items())
+    return min((bound // times for times, bound in bounds if isinstance(times, int)), default=None)
 
 
 def reduced_coords(op: Op, coords: Coords, dims: tuple[int, ...]) -> Coords:

@@ -7,6 +7,7 @@ steps of the inner one, like the coalescing of TensorIterator. Most clusters end
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from fusion_compiler.ir.dims import Dim, hint, simple
 from fusion_compiler.ir.loops import (
@@ -223,7 +224,10 @@ def _merges(index: Index, outer: int, inner_size: Dim) -> bool:
 def _merge(loops: LoopNest, outer: int) -> LoopNest:
     """Merge axes `outer` and `outer + 1` into one with the number `outer`."""
     a, b = loops.axes[outer], loops.axes[outer + 1]
-    axes = (*loops.axes[:outer], Axis(a.name, simple(a.size * b.size), a.group), *loops.axes[outer + 2 :])
+    bounds = [axis.size if isinstance(axis.size, int) else axis.most for axis in (a, b)]
+    most = None if None in bounds else prod(bound for bound in bounds if bound is not None)
+    merged_axis = Axis(a.name, simple(a.size * b.size), a.group, most=most)
+    axes = (*loops.axes[:outer], merged_axis, *loops.axes[outer + 2 :])
 
     def merged(index: Index) -> Index:
         terms = [(k - (k > outer), c) for k, c in index.terms if k != outer]
