@@ -164,7 +164,5 @@ def _of_cols(name: str, a: Analysis, s: RowTile) -> Directives:
         shared, name = [At(f"{name}.o", Place.SHARED)], f"{name}.i"
     if s.cols is Cols.WHOLE:
         return cuts, shared, [At(name, Place.LANES)]
-    if s.cols is Cols.GRID and s.block_cols == 1:
-        return cuts, [*shared, At(name, Place.GRID)], []
     outer = At(f"{name}.o", Place.GRID if s.cols is Cols.GRID else Place.LOOP)
     return [*cuts, Split(name, s.block_cols)], [*shared, outer], [At(f"{name}.i", Place.LANES)]
