@@ -30,6 +30,8 @@ ELSEWHERE = {
     "docs/architecture.md": "tests/test_architecture.py::test_the_kernel_of_the_page_is_the_one_that_is_made",
     "docs/command-line.md": "tests/cli/test_cli.py::test_every_command_of_the_page_parses_and_its_model_runs",
     "docs/hugging-face.md": "tests/capture/test_hugging_face.py::test_the_page",
+    # The second block needs several processes: `examples/machines.py` is that program, and a test runs it.
+    "docs/machines.md": "tests/machines/test_page.py::test_the_example_prints_what_the_page_shows",
     "docs/patterns.md": "tests/passes/test_pattern_notes.py::test_the_page_on_patterns_does_what_it_says",
     "docs/techniques.md": "tests/codegen/test_techniques.py::test_what_stands_after_is_made_now",
 }
