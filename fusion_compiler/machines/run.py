@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import fusion_compiler
 from fusion_compiler.api import compile
 from fusion_compiler.errors import PipelineArgumentError
+from fusion_compiler.ir.decision import Decision
 from fusion_compiler.machines import faults
 from fusion_compiler.machines.compression import Compression, choose
 from fusion_compiler.machines.links import Lanes, Wire
@@ -60,23 +61,28 @@ class PipelineRunner:
         patience_s: float = 10.0,
         **options: Any,
     ) -> None:
-        self.plan, self.loss = plan, loss
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.plan: PipelinePlan = plan
+        self.loss: Loss = loss
+        self.rank: int = dist.get_rank()
+        self.world: int = dist.get_world_size()
         self._check()
         nccl = "nccl" in dist.get_backend()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        gpu = torch.device("cuda", torch.cuda.current_device()) if nccl else None
+        self.device: torch.device = gpu or torch.device("cpu")
         options = {"backend": "auto" if self.device.type == "cuda" else "eager"} | options
-        self.numbers = range(self.rank, len(plan.stages), self.world)
+        self.numbers: range = range(self.rank, len(plan.stages), self.world)
         modules = stage_modules(plan)
-        self.modules = {n: modules[n].to(self.device) for n in self.numbers}
+        self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
         choices = choose(compression, plan)
-        self.decisions = tuple(decision for _, decision in choices)
-        self.store, beats = faults.private_stores(self.rank)
-        self.watch = faults.Watch(beats, self.rank, names_of(plan, self.world), patience_s, self._abort)
-        self.digest = digest(plan)
+        self.decisions: tuple[Decision, ...] = tuple(decision for _, decision in choices)
+        store, beats = faults.private_stores(self.rank)
+        self.store: dist.Store = store
+        names = names_of(plan, self.world)
+        self.watch: faults.Watch = faults.Watch(beats, self.rank, names, patience_s, self._abort)
+        self.digest: str = digest(plan)
         faults.agree(self.store, self.rank, self.world, self._card(compression, seed), start_s)
         feedback = compression is not None and compression.feedback
-        self.lanes = Lanes(self.device, self.watch.check, throttle)
+        self.lanes: Lanes = Lanes(self.device, self.watch.check, throttle)
         self.watch.start()
         with self.watch.guard():
             self.stages: list[CompiledStage] = []
@@ -90,9 +96,9 @@ class PipelineRunner:
                 self.stages.append(
                     CompiledStage(compile(module, **options), n, plan, self.lanes, wires, seed)
                 )
-            self.parameters = tensors_of(self.modules.values(), "named_parameters")
-            self.buffers = tensors_of(self.modules.values(), "named_buffers")
-            self.ties = self._tie()
+            self.parameters: dict[str, Any] = tensors_of(self.modules.values(), "named_parameters")
+            self.buffers: dict[str, Any] = tensors_of(self.modules.values(), "named_buffers")
+            self.ties: list[tuple[nn.Parameter, Any]] = self._tie()
             for stage in self.stages:
                 self._warm_up(stage)
                 if stage.before:
@@ -100,9 +106,9 @@ class PipelineRunner:
                 if stage.after:
                     stage.after.warm_up(outgoing=True)
             trained = [p for p in self.parameters.values() if p.requires_grad]
-            self.optimizer = optimizer(trained) if trained else None
-        self.schedule = self._schedule()
-        self.steps = 0
+            self.optimizer: Optimizer | None = optimizer(trained) if trained else None
+        self.schedule: Any = self._schedule()
+        self.steps: int = 0
 
     def step(self, inputs: Any = (), target: Any = None) -> Tensor | None:
         """Train one step and return the mean loss of the microbatches in the last stage's process, else None.
