@@ -78,13 +78,13 @@ class PipelineRunner:
         store, beats = faults.private_stores(self.rank)
         self.store: dist.Store = store
         names = names_of(plan, self.world)
-        self.watch: faults.Watch = faults.Watch(beats, self.rank, names, patience_s, self._abort)
+        self._watch: faults.Watch = faults.Watch(beats, self.rank, names, patience_s, self._abort)
         self.digest: str = digest(plan)
         faults.agree(self.store, self.rank, self.world, self._card(compression, seed), start_s)
         feedback = compression is not None and compression.feedback
-        self.lanes: Lanes = Lanes(self.device, self.watch.check, throttle)
-        self.watch.start()
-        with self.watch.guard():
+        self._lanes: Lanes = Lanes(self.device, self._watch.check, throttle)
+        self._watch.start()
+        with self._watch.guard():
             self.stages: list[CompiledStage] = []
             for n, module in self.modules.items():
                 wires = [
@@ -94,7 +94,7 @@ class PipelineRunner:
                     for e in (n - 1, n)
                 ]
                 self.stages.append(
-                    CompiledStage(compile(module, **options), n, plan, self.lanes, wires, seed)
+                    CompiledStage(compile(module, **options), n, plan, self._lanes, wires, seed)
                 )
             self.parameters: dict[str, Any] = tensors_of(self.modules.values(), "named_parameters")
             self.buffers: dict[str, Any] = tensors_of(self.modules.values(), "named_buffers")
@@ -119,8 +119,8 @@ class PipelineRunner:
         Raises StageLostError if another process has ended or hangs.
         """
         losses: list[Tensor] = []
-        with self.watch.guard():
-            self.watch.check()
+        with self._watch.guard():
+            self._watch.check()
             if self.optimizer is not None:
                 self.optimizer.zero_grad(set_to_none=True)
             for stage in self.stages:
@@ -132,7 +132,7 @@ class PipelineRunner:
                 losses=losses if last else None,
                 return_outputs=False,
             )
-            self.lanes.finish()
+            self._lanes.finish()
             self._add_up_ties()
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -181,8 +181,8 @@ class PipelineRunner:
 
     def close(self) -> None:
         """End the threads of this process, when the others have come to the same point."""
-        self.watch.close()
-        self.lanes.close()
+        self._watch.close()
+        self._lanes.close()
 
     def __str__(self) -> str:
         """Return the edges of this process: how they are compressed, bytes of a microbatch, and why."""
@@ -237,7 +237,7 @@ class PipelineRunner:
                 groups[ranks] = dist.new_group(list(ranks))
             if self.rank in ranks:
                 parameter, group = self.parameters[name], groups[ranks]
-                self.lanes.collective(partial(dist.broadcast, parameter.detach(), ranks[0], group))
+                self._lanes.collective(partial(dist.broadcast, parameter.detach(), ranks[0], group))
                 ties.append((parameter, group))
         return [(parameter, group) for parameter, group in ties if parameter.requires_grad]
 
@@ -245,7 +245,7 @@ class PipelineRunner:
         for parameter, group in self.ties:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self.lanes.collective(partial(dist.all_reduce, parameter.grad, group=group))
+            self._lanes.collective(partial(dist.all_reduce, parameter.grad, group=group))
 
     def _warm_up(self, stage: CompiledStage) -> None:
         """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
