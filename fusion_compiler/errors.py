@@ -15,6 +15,11 @@ from typing import ClassVar, Protocol, runtime_checkable
 GENERATED = "torch.fx graph"  # stands for the file of code that torch.fx printed, which no file holds
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class if it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def is_generated(file: str) -> bool:
     """True if a file is the name that torch.fx gives to the code of a graph."""
     return file.startswith("<eval_with_key>")

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusion_compiler.capture.graphs import unregister_constants
 from fusion_compiler.capture.pre_autograd import AUTOGRAD_METHODS, UntraceableError, check_constants
+from fusion_compiler.errors import first_line
 from fusion_compiler.ir.sources import is_library, marked
 from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 
@@ -93,7 +94,7 @@ def symbolic_trace(
     except UntraceableError:
         raise
     except Exception as error:  # whatever it is, TorchDynamo may do better, or say it better
-        raise UntraceableError(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise UntraceableError(f"{type(error).__name__}: {first_line(error)}") from error
     _check_gradients(results)
     _check_graph(traced)
     unregister_constants(traced)
@@ -301,8 +302,3 @@ def _annotate(traced: fx.GraphModule, inputs: Sequence[Tensor], held: Sequence[b
         node._dynamo_source = LocalSource(node.name)  # type: ignore[attr-defined]
         if static:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""

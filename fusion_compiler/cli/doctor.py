@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusion_compiler.errors import FusionError, FusionWarning
+from fusion_compiler.errors import FusionError, FusionWarning, first_line
 
 if TYPE_CHECKING:
     from fusion_compiler.runtime.stored import Entry
@@ -120,7 +120,7 @@ def check_gpu() -> Check:
         torch.cuda.init()
         reason = "it reports no device"
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     todo = f"see that the driver supports CUDA {torch.version.cuda}, and what CUDA_VISIBLE_DEVICES hides"
     return Check("gpu", FAIL, f"driver {driver} is there, but CUDA does not start: {reason}", todo)
 
@@ -235,7 +235,7 @@ def check_smoke() -> Check:
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
             todo = cause.next_step if isinstance(cause, FusionError) else "see the checks above first"
-            return Check("smoke kernel", FAIL, f"does not run: {str(cause).splitlines()[0]}", todo)
+            return Check("smoke kernel", FAIL, f"does not run: {first_line(cause)}", todo)
         error = float((got - smoke(x)).abs().max())
     where = "on the GPU" if device == "cuda" else "in the interpreter"
     if not error <= 1e-5:
@@ -249,7 +249,7 @@ def check_smoke() -> Check:
         binary = compile_for(runner.candidates[0].kernels[0], SMOKE_TARGET)
     except FusionError as failed:
         todo = "reinstall triton: it brings its own ptxas"
-        return Check("smoke kernel", WARN, f"{text}; {str(failed).splitlines()[0]}", todo)
+        return Check("smoke kernel", WARN, f"{text}; {first_line(failed)}", todo)
     return Check("smoke kernel", OK, f"{text}; for {SMOKE_TARGET} {binary.registers} registers")
 
 

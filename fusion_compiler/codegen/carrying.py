@@ -20,8 +20,7 @@ exponential of -inf - -inf would be NaN. Rows that are -inf to the end become Na
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -71,7 +70,7 @@ class CarryingEmitter(ChainEmitter):
     """Emits a nest in which some reductions are carried.
 
     bases: the maxima and minima that they read. waits: by node, those on which it depends. running: those of
-    the loop that is open. dots: the products of two tiles. all_lanes: the dimensions of the placement.
+    the loop that is open. dots: the products of two tiles.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
     plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
     span: the part of a loop that is emitted. holding: the conditions that hold in it.
@@ -80,7 +79,7 @@ class CarryingEmitter(ChainEmitter):
 
     def __init__(self, nest: PlacedNest, sharing: SharedReductions, carried: Mapping[int, Carried]) -> None:
         super().__init__(nest, sharing)
-        self.carried, self.all_lanes = carried, self.where.lanes
+        self.carried = carried
         # A term's errors, 2^-22 of it and 2^-24 of the exponent that makes it small, are those of additions.
         self.fp16 |= {n for of in carried.values() for n in of.powers}
         self.dots = products_of(self.loops, self.placement, self.where)
@@ -105,15 +104,6 @@ class CarryingEmitter(ChainEmitter):
         return all(store.value in sums for store in self.loops.stores if store.value in late)
 
     # -- dimensions --------------------------------------------------------------------------------------
-
-    @contextmanager
-    def dimensions(self, lanes: tuple[Leaf, ...]) -> Generator[None]:
-        """Emit tiles that have these dimensions."""
-        before, other_lanes = self.where, self.other_lanes
-        self.where = replace(before, lanes=lanes)
-        self.other_lanes = None if lanes == self.all_lanes else lanes
-        yield
-        self.where, self.other_lanes = before, other_lanes
 
     def among(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
         leaves = frozenset(leaves)

@@ -92,8 +92,8 @@ def spans_of(e: Emitter, loop: Leaf, bounds: Iterable[Bound]) -> list[Span]:
     in_lanes = [leaf.lanes for leaf in e.where.leaves[loop.axis] if leaf is not loop]
     if not isinstance(size, int) or loop.name not in e.where.steps or in_lanes != [block] or size < block:
         return []
-    whole = size // block * block
-    edge = Edge((), 0, block, whole)
+    blocks_end = size // block * block
+    edge = Edge((), 0, block, blocks_end)
     starts, full_starts, full_ends = [edge], [edge], [replace(edge, const=size)]
     ends = [replace(edge, const=size, block=1, most=size)]
     for bound in bounds:
@@ -103,10 +103,10 @@ def spans_of(e: Emitter, loop: Leaf, bounds: Iterable[Bound]) -> list[Span]:
             continue
         if side < 0:
             ends.append(Edge(most[0], most[1] + 1, 1, size))
-            full_ends.append(Edge(least[0], least[1] + 1, block, whole))
+            full_ends.append(Edge(least[0], least[1] + 1, block, blocks_end))
         else:
-            starts.append(Edge(_negative(most[0]), -most[1], block, whole))
-            full_starts.append(Edge(_negative(least[0]), -least[1] + block - 1, block, whole))
+            starts.append(Edge(_negative(most[0]), -most[1], block, blocks_end))
+            full_starts.append(Edge(_negative(least[0]), -least[1] + block - 1, block, blocks_end))
     first, last = Edges(tuple(starts), tl.maximum), Edges(tuple(ends), tl.minimum)
     full_first, full_last = Edges(tuple(full_starts), tl.maximum), Edges(tuple(full_ends), tl.minimum)
     is_bounded = len(starts) + len(ends) > 2

@@ -56,7 +56,8 @@ class MatrixEmitter(Emitter):
         rows, cols = sorted((of.rows, of.few), key=lambda leaf: leaf.order)
         self.of_terms = of.terms
         self.sides = (rows, of.terms), (of.terms, cols)
-        self.where = replace(self.where, lanes=(rows, cols))
+        self.all_lanes = rows, cols
+        self.where = replace(self.where, lanes=self.all_lanes)
         self.factors = dict[int, tuple[int, int, torch.dtype]]()
         for number, of in products.items():
             left, right = (of.matrix, of.vectors) if of.rows == rows else (of.vectors, of.matrix)

@@ -108,6 +108,7 @@ class Emitter:
                     raise ValueError(box)
                 self.boxes[node] = box
         self.where = PlacedAxes.of(loops, placement)
+        self.all_lanes = self.where.lanes  # the dimensions of most tiles
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
         self.node_axes = analysis.node_axes
@@ -444,7 +445,7 @@ class Emitter:
         """Emit tiles that have these dimensions."""
         before, other_lanes = self.where, self.other_lanes
         self.where = replace(before, lanes=lanes)
-        self.other_lanes = other_lanes if lanes == before.lanes else lanes
+        self.other_lanes = None if lanes == self.all_lanes else lanes
         yield
         self.where, self.other_lanes = before, other_lanes
 

@@ -40,6 +40,7 @@ from fusion_compiler.errors import (
     UnsupportedDtypeError,
     WarnOnce,
     closest,
+    first_line,
     of_process,
 )
 from fusion_compiler.ir.breaks import GraphBreak
@@ -307,7 +308,7 @@ class Compiler:
         """
         if isinstance(error, EagerGraphError):
             self.warned.fall_back(f"eager {error}", error)
-            self.plans.leave(name, str(error).splitlines()[0])
+            self.plans.leave(name, first_line(error))
             return
         if isinstance(error, FusionError | Warning):  # the user's, or one that a filter made an error
             raise error

@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusion_compiler.compiler.runners import Runners, Target
-from fusion_compiler.errors import FusionError, WarnOnce
+from fusion_compiler.errors import FusionError, WarnOnce, first_line
 from fusion_compiler.ir.canonical import canonical, salts_of
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.device import DeviceSpec
@@ -25,6 +25,7 @@ from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Cluster
+from fusion_compiler.ir.views import random_like
 from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.choice import MEASURED, PRODUCTS, Times, Ways, with_products
 from fusion_compiler.pipeline import passes_at
@@ -85,8 +86,8 @@ class Products:
             return Times(*us, device=gpu.name)
         except torch.OutOfMemoryError:
             return replace(way.predicted, failed="the device has too little memory")
-        except FusionError as error:
-            return replace(way.predicted, failed=str(error).splitlines()[0])
+        except (FusionError, ValueError) as error:
+            return replace(way.predicted, failed=first_line(error))
 
 
 def _form(dag: OpDag, way: Ways) -> object:
@@ -110,7 +111,7 @@ def _runners(alone: Runners, target: Target, dag: OpDag, way: Ways) -> dict[str,
     try:
         runners, _ = alone.of_plan(plan, target)
     except FusionError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return runners
 
 
@@ -172,7 +173,9 @@ class _Trial:
             return self.operands[name]
         node = self.nodes[name]
         if not is_view(self.dag.op(name)):
-            self.operands[name] = _random(node.meta["val"])
+            if not isinstance(node.meta["val"], torch.Tensor):
+                raise ValueError(f"{name} is no tensor")
+            self.operands[name] = random_like(node.meta["val"])
             return self.operands[name]
         is_operand = self.root(name) not in results
         value = self.apply(node, results)
@@ -184,13 +187,3 @@ class _Trial:
         while is_view(self.dag.op(name)):
             name = self.dag.op(name).first
         return name
-
-
-def _random(value: Any) -> Any:
-    """Return a tensor with the form of a value of the graph: normal numbers, or zeros as integers, which are
-    indices in range."""
-    if not isinstance(value, torch.Tensor):
-        raise ValueError("an operand is no tensor")
-    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    is_wide = value.is_floating_point() and value.dtype.itemsize > 1
-    return empty.normal_() if is_wide else empty.zero_()

@@ -173,20 +173,20 @@ def quantise(x: Tensor, bits: Bits) -> tuple[Tensor, ...]:
     most = 2 ** (bits - 1) - 1
     scale = (x.abs().amax(-1, keepdim=True) / most).bfloat16()
     wide = scale.float()
-    whole = torch.where(wide == 0, 0.0, x / wide).round().clamp(-most, most).to(torch.int8)
+    integers = torch.where(wide == 0, 0.0, x / wide).round().clamp(-most, most).to(torch.int8)
     if bits == 8:
-        return whole, scale
-    pairs = (whole + 8).to(torch.uint8).view(x.shape[0], -1, 2)
+        return integers, scale
+    pairs = (integers + 8).to(torch.uint8).view(x.shape[0], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4), scale
 
 
 def dequantise(stored: Sequence[Tensor], bits: Bits) -> Tensor:
     if bits == 16:
         return stored[0].float()
-    whole, scale = stored
+    integers, scale = stored
     if bits == 4:
-        whole = torch.stack((whole & 15, whole >> 4), -1).flatten(1).float() - 8
-    return whole.float() * scale.float()
+        integers = torch.stack((integers & 15, integers >> 4), -1).flatten(1).float() - 8
+    return integers.float() * scale.float()
 
 
 class Raw:

@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.device import DeviceSpec, device_spec
+from fusion_compiler.ir.views import random_like
 from fusion_compiler.machines.workload import Workload, is_view
+from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
 
@@ -47,7 +49,7 @@ def forward_us(work: Workload, op: Op, device: DeviceSpec) -> float:
         return contraction_cost(op, device).us
     written = work.nbytes(op.name)
     read = max(0, op.bytes - written)
-    if opname(op.target) in GATHERS:
+    if short_name(op.target) in GATHERS:
         read = min(read, written)  # of a table, the rows that are taken
     return element_us(read, written, op.flops, device)
 
@@ -59,13 +61,13 @@ def backward_us(work: Workload, op: Op, us: float, device: DeviceSpec) -> float:
         return 0.0
     operands = [name for name in op.inputs if name in work.differentiable]
     if op.kind is Kind.CONTRACTION:
-        if "attention" in opname(op.target):
+        if "attention" in short_name(op.target):
             return ATTENTION_PRODUCTS * us
         matrices = [n for n in operands if any(len(m.shape) > 1 for m in work.dag.op(n).outputs)]
         return us * len(matrices)
     gradients = sum(map(work.nbytes, operands))
     read = work.nbytes(op.name)
-    if opname(op.target) not in ("add", "sub", *GATHERS):
+    if short_name(op.target) not in ("add", "sub", *GATHERS):
         read += gradients
     return element_us(read, gradients, 2 * op.flops, device)
 
@@ -74,10 +76,6 @@ def element_us(read: int, written: int, flops: int, device: DeviceSpec) -> float
     return eager_cost(
         bytes_read=read, bytes_near=0, bytes_written=written, flops=flops, reduces=False, device=device
     ).us
-
-
-def opname(target: object) -> str:
-    return getattr(target, "_opname", "")
 
 
 def spec_of(device: DeviceSpec | str) -> DeviceSpec:
@@ -185,19 +183,14 @@ def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[f
         if not isinstance(arg, fx.Node):
             return arg
         wanted = arg.name in work.differentiable
-        return pytree.tree_map_only(Tensor, lambda t: random_like(t, device, wanted), value_of(work, arg))
+        return pytree.tree_map_only(Tensor, lambda t: random_operand(t, device, wanted), value_of(work, arg))
 
     args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
     target: Any = node.target
     return timed_passes(lambda: target(*args, **kwargs), node.name in work.differentiable)[:2]
 
 
-def random_like(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+def random_operand(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:
     with torch.no_grad():
-        if tensor.dtype.is_floating_point:
-            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device).normal_()
-        else:
-            fill = tensor.dtype is torch.bool
-            made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device).fill_(fill)
-    return made.requires_grad_(gradient and tensor.dtype.is_floating_point)
+        operand = random_like(tensor, device)
+    return operand.requires_grad_(gradient and tensor.dtype.is_floating_point)

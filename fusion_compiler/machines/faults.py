@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion_compiler.errors import StageLostError, StageMissingError, StagesDisagreeError
+from fusion_compiler.errors import StageLostError, StageMissingError, StagesDisagreeError, first_line
 from fusion_compiler.machines.links import LinkFailure
 
 BEAT_S = 0.25
@@ -163,10 +163,6 @@ class Watch:
                 self.seen[other] = beat, now
             elif now - since > self.patience_s and beat != CLOSED:
                 self.verdict = other, f"its heart has not beaten for {now - since:.1f} s"
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def save(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:

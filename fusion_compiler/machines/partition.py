@@ -56,9 +56,8 @@ def partition(
     stages_per_machine: 1, or more for "interleaved", with `microbatches` a multiple of the rounds.
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the
         best ones; the machines keep their order.
-    repeated: the operators that each stage which reads them computes, instead of those that take less to
-    compute
-        than to send. With `cuts`, machines and links, another process makes the same stages.
+    repeated: the operators that each stage which reads them computes. The default is those that take less
+        to compute than to send. With `cuts`, machines and links, another process makes the same stages.
     measured: measure each operator on this machine, on the model's device, instead of estimating it from its
         arithmetic and bytes. All machines have these times then, divided by their `speed`.
     optimizer_bytes: what the optimizer keeps for each element of a trained parameter.

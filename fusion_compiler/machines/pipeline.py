@@ -1,4 +1,4 @@
-"""What `fc.partition` returns: a plan that prints, draws itself, and makes the modules of its stages."""
+"""The result of `fc.partition`: a plan that prints, draws itself, and makes the modules of its stages."""
 
 from __future__ import annotations
 

@@ -6,20 +6,23 @@ order of the model's code, which is one topological order of the DAG; the cuts a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from fusion_compiler.errors import NotExportableError
-from fusion_compiler.ir.dag import OpDag, build
+from fusion_compiler.errors import NotExportableError, first_line
+from fusion_compiler.ir.dag import OpDag, build, nbytes
 from fusion_compiler.machines.plan import Crossing
+from fusion_compiler.ops.schema import bound, runs_no_kernel, short_name, written
+
+# Operators that torch.export keeps whole, and that return a view of their operand where they can.
+COMPOSITE_VIEWS = ("reshape", "chunk", "split", "contiguous", "flatten", "unflatten", "to")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Workload:
 
     def tensor(self, attribute: str) -> object:
         """Return the parameter, buffer or submodule behind a node of `attributes`."""
-        return attribute_of(self.graph, self.attributes[attribute])
+        return attrgetter(self.attributes[attribute])(self.graph)
 
     def readers(self, name: str) -> tuple[int, ...]:
         """Return the positions of the operators that read a value; the end for a result of the model."""
@@ -68,18 +71,7 @@ class Workload:
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of all tensors of a node."""
-        return sum(
-            torch.Size(map(int, m.shape)).numel() * m.dtype.itemsize  # type: ignore[arg-type]
-            for m in self.dag.op(name).outputs
-        )
-
-
-def attribute_of(module: nn.Module, path: str) -> Any:
-    """Return the attribute of a module by its qualified name."""
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+        return nbytes(self.dag.op(name).outputs)
 
 
 def workload(
@@ -107,16 +99,11 @@ def workload(
     )
 
 
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def share_names(graph: fx.GraphModule) -> None:
     """Read a tensor with several names, as a tied weight, by the first of them alone, from one node."""
     first: dict[int, fx.Node] = {}
     for node in graph.graph.find_nodes(op="get_attr"):
-        value = attribute_of(graph, str(node.target))
+        value = attrgetter(str(node.target))(graph)
         node_of_value = first.setdefault(id(value), node)
         if node_of_value is not node:
             node.replace_all_uses_with(node_of_value)
@@ -131,7 +118,7 @@ def differentiable(graph: fx.GraphModule) -> frozenset[str]:
         value = node.meta.get("val")
         floats = any(isinstance(x, Tensor) and x.is_floating_point() for x in pytree.tree_leaves(value))
         if node.op == "get_attr":
-            tensor = attribute_of(graph, str(node.target))
+            tensor = attrgetter(str(node.target))(graph)
             floats = isinstance(tensor, Tensor) and tensor.requires_grad
         elif node.op == "placeholder":
             floats = floats and any(
@@ -162,7 +149,7 @@ def layer_of(node: fx.Node) -> str:
 def inside(node: fx.Node) -> list[fx.Node]:
     """Return the node, or the nodes of the graph that it runs, as a region without autocast or gradients."""
     owner: Any = node.graph.owning_module
-    values = [attribute_of(owner, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    values = [attrgetter(str(n.target))(owner) for n in node.all_input_nodes if n.op == "get_attr"]
     nodes = [n for graph in values if isinstance(graph, fx.GraphModule) for n in graph.graph.nodes]
     return [n for n in nodes if n.op == "call_function"] or [node]
 
@@ -172,14 +159,9 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     nodes = inside(node)
     if nodes != [node]:
         return tuple(node.all_input_nodes) if any(map(mutated, nodes)) else ()
-    if not isinstance(node.target, OpOverload):
-        return ()
-    arguments = node.target._schema.arguments
-    pairs = zip(
-        arguments, (*node.args, *(node.kwargs.get(a.name) for a in arguments[len(node.args) :])), strict=True
-    )
-    writes = [v for a, v in pairs if a.alias_info is not None and a.alias_info.is_write]
-    return tuple(v for v in writes if isinstance(v, fx.Node))
+    places = written(node.target)
+    operands = list(bound(node.target, node.args, node.kwargs).values()) if places else []  # type: ignore[arg-type]
+    return tuple(v for i in places if isinstance(v := operands[i], fx.Node))
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -191,11 +173,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def is_view(target: object) -> bool:
     """True if an operator may return its operand's memory, and so takes no time."""
-    if not isinstance(target, OpOverload):
-        return target is operator.getitem
-    returns = target._schema.returns
-    named = target._opname in ("reshape", "chunk", "split", "contiguous", "flatten", "unflatten", "to")
-    return named or any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return runs_no_kernel(target) or short_name(target) in COMPOSITE_VIEWS
 
 
 def cuttable(work: Workload) -> tuple[bool, ...]:
@@ -233,7 +211,7 @@ def repeatable(work: Workload, us: Sequence[float], send_us: Callable[[int], flo
     position tables, rotary factors. us: microseconds of each operator. send_us: of so many bytes.
     """
     nodes = [work.dag.nodes[name] for name in work.order]
-    written = {base_of(operand) for node in nodes for operand in mutated(node)}
+    overwritten = {base_of(operand) for node in nodes for operand in mutated(node)}
     chain_us: dict[str, float] = {}
     roots: dict[str, frozenset[str]] = {}
     for node, own_us in zip(nodes, us, strict=True):
@@ -243,7 +221,7 @@ def repeatable(work: Workload, us: Sequence[float], send_us: Callable[[int], flo
         if (
             node.name in work.differentiable
             or not pure
-            or written & {*map(base_of, (node, *node.all_input_nodes))}
+            or overwritten & {*map(base_of, (node, *node.all_input_nodes))}
         ):
             continue
         reads = [n.name for n in node.all_input_nodes if n.op != "get_attr"]

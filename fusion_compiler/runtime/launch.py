@@ -25,6 +25,7 @@ from fusion_compiler.errors import (
     KernelError,
     MissingTritonError,
     WarnOnce,
+    first_line,
 )
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.kernel import Buffer, Kernel, Program, Role
@@ -357,7 +358,7 @@ class Runner:
 def _brief(error: KernelError) -> str:
     """Return the reason in a line: Triton's messages quote the kernel between their first and last lines."""
     if "detail" not in error.fields:
-        return str(error).splitlines()[0]
+        return first_line(error)
     lines = [line.strip() for line in str(error.fields["detail"]).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else type(error).__name__
 

@@ -60,9 +60,6 @@ def box_of(loops: LoopNest, load: Load, leaves: Sequence[Leaf], itemsize: int) -
         if not isinstance(step, int) or not isinstance(loops.axes[axis].size, int):
             return f"{name}'s strides and sizes along {loops.axes[axis].name} are known at launch only"
         steps[axis] = step
-    fused = (leaf for leaf in leaves if len(leaf.members) > 1 and not leaf.members.isdisjoint(steps))
-    if (leaf := next(fused, None)) is not None:
-        return f"{leaf.name} is several dimensions of {name}"
     if not isinstance(offset := load.index.const, int):
         return f"where {name} begins is known at launch only"
     sides: list[Side] = []

@@ -105,6 +105,7 @@ def _tiles(width: int, count: int, device: DeviceSpec) -> Iterator[Shape]:
 
 
 def _count(a: Analysis) -> int:
+    """Return the number of rows, or UNKNOWN."""
     size = a.size(ROWS)
     return size if isinstance(size, int) else UNKNOWN
 

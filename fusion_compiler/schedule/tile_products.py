@@ -9,6 +9,7 @@ import torch
 
 from fusion_compiler.ir.dag import FEW_ROWS
 from fusion_compiler.ir.loops import Load, LoopNest, Reduce, rounding_of, source_of
+from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Leaf, On, Place, Placement
@@ -23,7 +24,6 @@ APART = (Place.LOOP, Place.GRID)  # where the terms may lie that a tile has not
 ONE = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool)
 TWO = (torch.float16, torch.int16)  # what two bfloat16 numbers hold exactly
 FLOAT8_SUMS = 64  # of a thread in float8: the last terms have sums of their own, which are added to float32
-HALVES = (torch.bfloat16, torch.float16)  # what tensor cores multiply as it is, as they do float8
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit, index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.products import cuts_of, has_few_rows, product_of, splits_of
-from fusion_compiler.passes.lower.simplify import simplify
+from fusion_compiler.passes.lower.simplify import normalized_groups, simplify
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.matrices import Matrices
@@ -265,7 +265,8 @@ class Candidates:
             with contextlib.suppress(Illegal):
                 along = self.checked(Analysis(simplify(lowered, by_memory=True)), ops)
                 best = min(best, along, key=lambda form: form[1].us)
-        if analysis.reads_rows and not isinstance(analysis.size(COLS), int):  # nothing shares such a row
+        is_unknown = analysis.reads_rows and not isinstance(analysis.size(COLS), int)
+        if is_unknown and COLS not in normalized_groups(loops):  # no programs share such a row
             with contextlib.suppress(Illegal):
                 shared = self.checked(Analysis(simplify(lowered, turned=True)), ops)
                 best = min(best, shared, key=lambda form: form[1].us)

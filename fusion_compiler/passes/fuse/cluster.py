@@ -20,7 +20,7 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_data import Call, Cluster, Setting
 from fusion_compiler.ir.plan_text import count
 from fusion_compiler.ir.reproducible import is_joint
-from fusion_compiler.ops.schema import short_name
+from fusion_compiler.ops.schema import HALVES, short_name
 from fusion_compiler.ops.table import spec_of
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import contraction_cost, side_by_side, tokens_of
@@ -28,7 +28,6 @@ from fusion_compiler.passes.fuse.horizontal import solve
 from fusion_compiler.passes.fuse.movement import eager_calls
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.fuse.why import Why
-from fusion_compiler.passes.lower.rounding import HALVES
 from fusion_compiler.passes.patterns.match import Match
 from fusion_compiler.patterns import DEFAULT_PATTERNS
 

@@ -22,12 +22,12 @@ import torch
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.products import factors_of
+from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.cost import contraction_cost
 from fusion_compiler.passes.fuse.search import Search
 from fusion_compiler.passes.lower.products import product_of
-from fusion_compiler.passes.lower.rounding import HALVES
 from fusion_compiler.passes.lower.space import Illegal
 
 RULE = "products"

@@ -59,6 +59,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.ops.arithmetic import ADD, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, OR
 from fusion_compiler.ops.own.put import put
+from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.ops.views import Permuted
 from fusion_compiler.passes.lower import scans
@@ -67,7 +68,7 @@ from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.effort import Effort
 from fusion_compiler.passes.lower.index_splits import IndexSplit
 from fusion_compiler.passes.lower.products import product_of
-from fusion_compiler.passes.lower.rounding import HALVES, Rounder, Rounding, unrounded
+from fusion_compiler.passes.lower.rounding import Rounder, Rounding, unrounded
 from fusion_compiler.passes.lower.space import (
     Coords,
     Illegal,

@@ -20,9 +20,8 @@ import torch
 from fusion_compiler.ir.dag import Op, Ref, TensorMeta
 from fusion_compiler.ir.loops import Compute, Constant, Load, Node, Reduce, Scan, Value, applied
 from fusion_compiler.ops.arithmetic import CAST
+from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.passes.lower.builder import Builder
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

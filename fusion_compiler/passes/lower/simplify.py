@@ -82,7 +82,7 @@ def contiguous_cols(loops: LoopNest, by_memory: bool = False) -> LoopNest:
     fixed = any(a.group == INNER for a in loops.axes)
     if fixed or any(isinstance(n, Scan) for n in loops.nodes):
         return loops
-    normalized = set[str]() if by_memory else _normalized(loops)
+    normalized = set[str]() if by_memory else normalized_groups(loops)
     votes = {ROWS: 0, COLS: 0}
     axes = loops.node_axes
     for index in accesses(loops):
@@ -101,7 +101,7 @@ def _swapped(loops: LoopNest) -> LoopNest:
     return replace(loops, axes=tuple(replace(a, group=swap.get(a.group, a.group)) for a in loops.axes))
 
 
-def _normalized(loops: LoopNest) -> set[str]:
+def normalized_groups(loops: LoopNest) -> set[str]:
     """Return the groups over which a value is reduced and then used for every element again."""
     groups = groups_of(loops)
     reduced: list[frozenset[str]] = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments
+from fusion_compiler.capture.graphs import arguments, reached
 from fusion_compiler.ir.dims import Dim as Size
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.graph_pass import Refused
@@ -150,8 +150,7 @@ def _connected(first: fx.Node, products: Sequence[fx.Node]) -> tuple[set[fx.Node
         else:
             pending += [n for n in node.all_input_nodes if elements(n) == size and _continues(n, every)]
         pending += [n for n in node.users if elements(n) == size and is_pointwise(n)]
-    reached = _after(seeds, inside)
-    return reached, seeds
+    return _after(seeds, inside), seeds
 
 
 def _continues(node: fx.Node, products: set[fx.Node]) -> bool:
@@ -160,13 +159,7 @@ def _continues(node: fx.Node, products: set[fx.Node]) -> bool:
 
 def _after(seeds: set[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes of `inside` that are computed from one of the products."""
-    reached, pending = set[fx.Node](), [*seeds]
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending += [n for n in node.users if n in inside]
-    return reached
+    return reached(seeds, lambda node: [n for n in node.users if n in inside])
 
 
 def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.Node, int]) -> Region | None:
@@ -194,19 +187,12 @@ def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.No
 
 def _bridges(statistics: Iterable[fx.Node], scores: set[fx.Node]) -> set[fx.Node]:
     """Return the small values on the way from row statistics to scores that read them."""
-    after, pending = set[fx.Node](), [u for n in statistics for u in n.users]
-    while pending:
-        node = pending.pop()
-        if node not in after and node not in scores and is_pointwise(node):
-            after.add(node)
-            pending += node.users
-    bridges, pending = set[fx.Node](), [n for s in scores for n in s.all_input_nodes if n in after]
-    while pending:
-        node = pending.pop()
-        if node not in bridges:
-            bridges.add(node)
-            pending += [n for n in node.all_input_nodes if n in after]
-    return bridges
+    def readers(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.users if n not in scores and is_pointwise(n)]
+
+    after = reached([n for s in statistics for n in readers(s)], readers)
+    before = [n for s in scores for n in s.all_input_nodes if n in after]
+    return reached(before, lambda node: [n for n in node.all_input_nodes if n in after])
 
 
 class _Layouts:

@@ -33,6 +33,7 @@ from fusion_compiler.capture.graphs import (
     stored_in_order,
     trace_again,
 )
+from fusion_compiler.errors import first_line
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.convolution_times import (
@@ -114,7 +115,7 @@ def _turn_all(
         _copy_views(behind)
         _restore_results(graph, _lay_out([n for n in behind if n not in images], orders, padded))
     except (RuntimeError, ValueError) as error:
-        raise Refused(str(error).splitlines()[0]) from error
+        raise Refused(first_line(error)) from error
 
 
 def _shape(node: fx.Node) -> Convolution | None:
