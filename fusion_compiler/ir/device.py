@@ -63,6 +63,11 @@ class DeviceSpec:
     floor_us: float = 2.2
     dram_latency_us: float = 0.8
 
+    @property
+    def shared_bytes_of_program(self) -> int:
+        """Return the bytes of shared memory that one program may have: a kilobyte is reserved."""
+        return self.shared_bytes - 1024
+
     @cached_property
     def fp32_per_s(self) -> float:
         """Return the float32 multiply-adds a second; also the rate at which instructions issue."""

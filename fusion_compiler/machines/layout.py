@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor, nn
@@ -24,26 +24,29 @@ class Layout:
 
     times: of the operators, for each kind of machine. repeated: operators that every stage which reads them
     computes.
-    borders: positions in `work.order` before which it may be cut, from 0 to the end: group g is what is
-    between two of them. optimizer_bytes: for each element of a trained parameter.
+    optimizer_bytes: for each element of a trained parameter. borders: positions in `work.order` before which
+    it may be cut, from 0 to the end: group g is what is between two of them.
     """
 
     work: Workload
     times: tuple[Times, ...]
     repeated: frozenset[str]
     optimizer_bytes: float
-    borders: tuple[int, ...] = field(init=False)
+    borders: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        allowed = [i for i, may in enumerate(cuttable(self.work)) if may]
-        object.__setattr__(self, "borders", tuple(allowed))
-        if len(allowed) > MOST_GROUPS + 1:
-            forward, backward = self.chain.crossing
-            inner = sorted(range(1, len(allowed) - 1), key=lambda g: forward[g] + backward[g])
-            kept = [0, *sorted(inner[: MOST_GROUPS - 1]), len(allowed) - 1]
-            object.__setattr__(self, "borders", tuple(allowed[g] for g in kept))
-            for derived in ("chain", "group", "uses"):
-                self.__dict__.pop(derived, None)
+    @classmethod
+    def of(
+        cls, work: Workload, times: tuple[Times, ...], repeated: frozenset[str], optimizer_bytes: float
+    ) -> Layout:
+        """Return the layout with all borders, or with the MOST_GROUPS - 1 that the least bytes cross."""
+        every = tuple(i for i, may in enumerate(cuttable(work)) if may)
+        layout = cls(work, times, repeated, optimizer_bytes, every)
+        if len(every) <= MOST_GROUPS + 1:
+            return layout
+        forward, backward = layout.chain.crossing
+        inner = sorted(range(1, len(every) - 1), key=lambda g: forward[g] + backward[g])
+        kept = (0, *sorted(inner[: MOST_GROUPS - 1]), len(every) - 1)
+        return replace(layout, borders=tuple(every[g] for g in kept))
 
     @cached_property
     def group(self) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def partition(
         slowest = max(times, key=lambda pair: sum(pair[0]))
         send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
         repeated = repeatable(work, slowest[0], send.us) if send else ()
-    layout = Layout(work, times, frozenset(repeated), optimizer_bytes)
+    layout = Layout.of(work, times, frozenset(repeated), optimizer_bytes)
     problem = Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
     return problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts)))
 

@@ -21,7 +21,6 @@ from fusion_compiler.schedule.tile_products import SMALLEST, product_of
 
 PROGRAMS = 2  # for each multiprocessor, if a loop is split over programs to occupy the device
 LEAST_BLOCKS = 4  # of a program's part of a loop
-RESERVED = 1024  # bytes of shared memory that a program cannot have
 MOST_PARTS = 64  # of a loop: merging them reads what programs store
 # Rows, elements of a block of the loop, warps and stages, best first, by the most features of a row.
 SHAPES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
@@ -62,7 +61,7 @@ def placements(
         )  # fmt: skip
         where = PlacedAxes.of(loops, Placement(directives))
         units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
-        if _shared_bytes(loops, chain, where, stages, itemsizes) <= device.shared_bytes - RESERVED:
+        if _shared_bytes(loops, chain, where, stages, itemsizes) <= device.shared_bytes_of_program:
             yield Placement((*directives, *units), warps, stages)
 
 

@@ -42,8 +42,7 @@ GROUP = 8  # blocks of rows whose programs have neighbouring numbers
 LEAST_PART = 256  # terms of a program, where programs share them
 MOST_PARTS = 16  # programs that share the terms of one tile
 MANY = 2048  # of a size that is known at run time only
-UNKNOWN: Mapping[str, int] = {}
-RESERVED = 1024  # bytes of shared memory of a program that are not for tiles
+NO_SIZES: Mapping[str, int] = {}
 ACCUMULATORS = 128  # registers of a thread for sums: half of what it may have
 
 
@@ -68,7 +67,7 @@ SHALLOW = BLOCKS[2:]  # where both factors pass through registers, of which deep
 LEAST = min(tall for tall, _, _ in SIDES)  # rows or columns of a tile
 
 
-def refuses(a: Analysis, matrices: Matrices, itemsizes: Mapping[str, int] = UNKNOWN) -> str | None:
+def refuses(a: Analysis, matrices: Matrices, itemsizes: Mapping[str, int] = NO_SIZES) -> str | None:
     """Return why tensor cores do not multiply the matrices of a nest, or None if they do. itemsizes: the
     bytes of an element, by buffer, if they are known."""
     loops, terms = a.loops, _size(a.loops, matrices.terms)
@@ -110,7 +109,7 @@ def placements(
 
 
 def _fits(run: Run, roofline: Roofline) -> bool:
-    return shared_bytes(roofline.work, run) <= roofline.device.shared_bytes - RESERVED
+    return shared_bytes(roofline.work, run) <= roofline.device.shared_bytes_of_program
 
 
 def itemsizes_of(roofline: Roofline) -> dict[str, int]:

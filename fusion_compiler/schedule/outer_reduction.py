@@ -1,7 +1,9 @@
 """Schedules of nests whose only reductions are sums over rows: tiles of columns, with the rows split over
 programs and the partial sums added at the end.
 
-A shape is (rows, columns, warps, programs per multiprocessor); zero columns mean whole rows.
+A shape is (rows, columns, warps, programs per multiprocessor); zero columns mean whole rows. Where the number
+of rows is known only at run time, each program has a fixed number of consecutive rows, and there are as many
+programs as the rows need.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled,
 # What buffers of elements with so many bytes most likely hold: the planner knows no more.
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 NO_HINTS: Mapping[sympy.Symbol, int] = {}
-NO_SIZES: Mapping[str, int] = {}
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
@@ -124,7 +123,7 @@ def _legal(
 
 
 def _chained(
-    a: Analysis, device: DeviceSpec, itemsizes: Mapping[str, int] = NO_SIZES
+    a: Analysis, device: DeviceSpec, itemsizes: Mapping[str, int] = matrix_products.NO_SIZES
 ) -> Iterator[Placement]:
     """Yield placements of a chain of products with many rows, or of one that no tile holds."""
     if a.chain is not None:
