@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from statistics import mean
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -493,31 +494,29 @@ def test_faster_devices_are_faster():
 
 
 def test_the_model_is_fast():
-    """A compile makes thousands of calls. One of 30 nodes takes no longer than 3000 turns of a loop."""
+    """A compile makes thousands of estimates. One is measured in calls, which are the same on any machine.
+
+    Its time is not: the ratio to an empty loop varies by 1.3 between two processors.
+    """
     n = dropout_layer_norm()
     nest = n.nest()
     assert len(nest.nodes) >= 26
-    analysis = Analysis(nest)  # legality has made it
+    analysis = Analysis(nest)  # The legality test has made it before.
     assert first_refusal(analysis, H200) is None
+    calls = 0
 
-    def seconds(work: Callable[[], object]) -> float:
-        start = time.process_time()
-        work()
-        return time.process_time() - start
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
 
-    def loop() -> int:
-        total = 0
-        for i in range(10_000):
-            total += i * i
-        return total
-
-    def model() -> list[object]:
-        return [cost_of(nest, H200, n.buffers, analysis=analysis) for _ in range(10)]
-
-    # In turns, since machines are noisy.
-    rounds = [(seconds(model) / 10, seconds(loop) / 10_000) for _ in range(50)]
-    ours, turn = map(min, zip(*rounds, strict=True))
-    assert ours < 3000 * turn
+    cost_of(nest, H200, n.buffers, analysis=analysis)  # The first one fills caches.
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        cost_of(nest, H200, n.buffers, analysis=analysis)
+    finally:
+        sys.setprofile(before)
+    assert len(nest.nodes) < calls < 24 * len(nest.nodes)
 
 
 def lone(target: OpOverload, kind: Kind, shapes: list[tuple[int, ...]], flops: int, dtype: torch.dtype) -> Op:
