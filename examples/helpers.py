@@ -1,4 +1,5 @@
-"""What several examples share: a launch of a Triton kernel on any machine, and the error of a result."""
+"""Helpers that several examples share: launch a Triton kernel on any machine, and compute a result's
+error."""
 
 from __future__ import annotations
 

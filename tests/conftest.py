@@ -1,4 +1,4 @@
-"""What all tests share: options, samples of long tests, the gpu marker, and caches of their own."""
+"""Options, samples of long tests, the gpu marker, and caches of their own, for all tests."""
 
 from __future__ import annotations
 

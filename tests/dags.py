@@ -100,7 +100,7 @@ class Value:
 
 
 class Values(list[Value]):
-    """Those of a program so far. top: no larger magnitude is made; most: elements."""
+    """The values of a program so far. top: the largest magnitude allowed; most: the most elements allowed."""
 
     def __init__(self, values: Iterable[Value], top: float, most: int) -> None:
         super().__init__(values)
@@ -331,7 +331,8 @@ def _factored(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @st.composite
 def _layout(draw: st.DrawFn, n: int, values: Values) -> Step | None:
-    """What moves data: cat, stack, pad, flip, roll, tril, contiguous copies, writes into a slice."""
+    """Draw a step that moves data: cat, stack, pad, flip, roll, tril, contiguous copies, writes into a
+    slice."""
     v = values[n]
     rank = len(v.shape)
     same = [i for i, o in enumerate(values) if o.shape == v.shape and o.dtype == v.dtype]
@@ -439,7 +440,7 @@ def _gather(draw: st.DrawFn, n: int, values: Values) -> Step | None:
 
 @st.composite
 def _call(draw: st.DrawFn, n: int, values: Values) -> Step | None:
-    """What no cluster holds: products, which are library calls, and running sums."""
+    """Draw a step that no cluster holds: a product, which is a library call, or a running sum."""
     v = values[n]
     if not v.dtype.is_floating_point or len(v.shape) < 2 or 0 in v.shape:
         return None

@@ -1,4 +1,4 @@
-"""What the generated tests share: functions compiled below Dynamo, and closeness to float64."""
+"""Helpers of the generated tests: functions compiled below Dynamo, and closeness to float64."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Compiled:
 
 
 def fall_back(runners: Iterable[Runner]) -> None:
-    """What runs from now on is what runs in place of kernels that fail."""
+    """Make every call from now on run the fallback for kernels that fail."""
     for runner in runners:
         runner._enter(runner.fallback)
 

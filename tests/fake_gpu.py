@@ -121,7 +121,7 @@ def _nothing(*_: object) -> None:
 
 
 def use(gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
-    """What is compiled for CPU tensors from now on takes the way of a device's, and runs on `gpu`."""
+    """Compile for CPU tensors from now on as for a device, and run on `gpu`."""
     patch.setattr(Compiler, "backend_for", lambda self, kind: "triton")  # pyright: ignore[reportUnknownLambdaType]
     patch.setitem(Runner.__init__.__kwdefaults__ or {}, "gpus", lambda device: gpu)  # pyright: ignore[reportUnknownLambdaType]
     patch.setattr(compiler, "compile_all", lambda *_: False)  # pyright: ignore[reportUnknownLambdaType]

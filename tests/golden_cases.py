@@ -1,7 +1,7 @@
-"""What the golden files are of: the benchmarks' clusters, and their models with one layer, for an H200.
+"""The cases of the golden files: the benchmarks' clusters, and their models with one layer, for an H200.
 
-Everything is planned at real sizes on FakeTensors: nothing is computed, and no GPU is needed. Each case
-gives two texts: its plans, and the first candidate of each of its distinct kernels.
+Everything is planned at real sizes on FakeTensors: nothing is computed, and no GPU is needed. Each case gives
+two texts: its plans, and the first candidate of each of its distinct kernels.
 """
 
 from __future__ import annotations

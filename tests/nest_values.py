@@ -1,6 +1,6 @@
-"""What a loop nest computes, node by node, on tensors that have a dimension for each axis.
+"""An evaluator of loop nests, node by node, on tensors that have a dimension for each axis.
 
-Floats are float64: what a nest says is compared, and not how a kernel rounds.
+Floats are float64: tests compare what a nest says, and not how a kernel rounds.
 """
 
 from __future__ import annotations

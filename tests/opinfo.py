@@ -153,7 +153,7 @@ def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
 
 @dataclass(frozen=True)
 class Known:
-    """What eager makes of a sample, and the same in float64. count: how many are no gradients."""
+    """Eager's results for a sample, and the same in float64. count: how many of them are no gradients."""
 
     eager: list[Tensor]
     truth: list[Tensor]
@@ -216,7 +216,7 @@ def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
 
 
 def in_aot_eager(sample: Sample, known: Known) -> Outcome:
-    """What AOTAutograd makes of a sample without any compiler behind it."""
+    """Return the outcome of a sample under AOTAutograd without any compiler behind it."""
 
     def as_it_is(gm: Any, example_inputs: Any) -> Any:
         return make_boxed_func(gm.forward)

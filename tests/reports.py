@@ -157,7 +157,7 @@ def _op(name: str, target: str, unit: str | None, inputs: list[str], source: Jso
 
 
 def _call(op: Json) -> Json:
-    """What eager runs: each op but the views."""
+    """Return the call that eager runs for an op that is no view."""
     contraction = op["class"] == "contraction"
     same = {key: op[key] for key in ("name", "class", "unit", "source")}
     return {

@@ -44,7 +44,7 @@ SAID = {
 
 
 def walk_text() -> str:
-    """What stands between the page's marks."""
+    """Return the text between the page's marks."""
     found = one_kernel.walk()
     assert found.keys() == SAID.keys()
     blocks = [

@@ -1,4 +1,5 @@
-"""What goes wrong gives an error or a warning and eager's result; it never costs a parameter or a state."""
+"""Errors, faults and bad input give an error or a warning and eager's result; they never cost a parameter or
+a state."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_complex_numbers_stay_eager_with_one_warning() -> None:
 
 @pytest.mark.parametrize("stage", ["plan_clusters", "stitch", "replace_patterns", "decomposition_table"])
 def test_a_fault_of_the_compiler_costs_speed_only(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stage, a rewrite, the table for AOTAutograd: one warning for each graph, an error if strict."""
+    """A stage, a rewrite or AOTAutograd's table fails: one warning for each graph, an error if strict."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise KeyError("copy_")

@@ -165,7 +165,7 @@ def test_fall_back_warns_or_raises():
 
 
 class Properties:
-    """What torch.cuda.get_device_properties returns, of a GPU that no row names."""
+    """The properties of a GPU that no row names, as torch.cuda.get_device_properties returns them."""
 
     name = "NVIDIA L40S"
     major, minor = 8, 9

@@ -64,7 +64,7 @@ NOT_A_TILE_PROGRAM = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one step computed: "logits", "loss" and "d <parameter>", by name."""
+    """The results of one step: "logits", "loss" and "d <parameter>", by name."""
 
     tensors: dict[str, Tensor]
 
@@ -168,7 +168,7 @@ def test_results_and_every_gradient_are_as_close_as_eagers(
 
 
 def recorded_runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
-    """Those that compilations make from now on."""
+    """Return a list that receives the runners of all compilations from now on."""
     made: list[Runner] = []
 
     def runner(*args: Any, **kwargs: Any) -> Runner:

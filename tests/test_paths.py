@@ -41,7 +41,7 @@ MODULES = modules()
 
 @functools.cache
 def defined(file: Path) -> frozenset[str]:
-    """What a module defines at its top, and "Class.attribute" of its classes."""
+    """Return the names that a module defines at its top, and "Class.attribute" of its classes."""
     found: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         found |= set(names_of(node))

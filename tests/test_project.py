@@ -1,4 +1,4 @@
-"""What a project has beside its code: metadata, citation, templates, changelog, release notes."""
+"""The files of a project beside its code: metadata, citation, templates, changelog, release notes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_fresh_programs(part: int) -> None:
 
 
 def program(*lines: str, dtype: str = "float32", gradient: bool = True) -> Program:
-    """Of two arguments [4, 6]; what the last line makes is the result."""
+    """Return a program of two arguments [4, 6], whose result is that of the last line."""
     inputs = tuple(Input(i, ((4, 6),), dtype, "normal", gradient=gradient) for i in range(2))
     return Program(inputs, lines, (lines[-1].split(" ")[0],))
 
@@ -177,7 +177,7 @@ def test_other_roundings_are_right(dtype: str) -> None:
 
 
 def test_zero_times_an_infinite_weight_of_a_norm_is_nobodys() -> None:
-    """Of the element that is the mean eager leaves next to nothing or nothing, and of no other."""
+    """Eager's result is NaN, an infinity or neither at the element that is the mean, and at no other."""
     x, weight = torch.tensor([[-1.0, 0.0, 1.0, 0.0, 5.0]]), torch.full((5,), torch.inf)
     results: list[Tensor] = []
     for seed in range(MANY):

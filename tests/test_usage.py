@@ -94,7 +94,8 @@ def test_copies(net: tuple[Any, Net], through: str) -> None:
 
 
 def test_hooks(net: tuple[Any, Net]) -> None:
-    """Of the module, before and after the first call; of a part, as for torch.compile, before it."""
+    """Hooks of the module come before and after the first call; of a part, as for torch.compile, before
+    it."""
     told: list[list[Tensor]] = [[], []]
     for model, log in zip(net, told, strict=True):
         model.double()  # these hooks make of differences of float32 what is no difference of meaning
@@ -229,7 +230,7 @@ def _called(m: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_function_transforms(name: str, whole: bool) -> None:
-    """Of a compiled module, and compiled whole."""
+    """Transforms apply to a compiled module, and are compiled together with it."""
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(3, 8)
     want = FUNCTIONS[name](model, x)

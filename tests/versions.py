@@ -1,4 +1,4 @@
-"""What is not held to with every version that is supported, and why."""
+"""Behaviour that not every supported version of PyTorch has, with the reasons."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ of_measured_versions = pytest.mark.skipif(
 
 
 def not_before(version: tuple[int, int], reason: str) -> pytest.MarkDecorator:
-    """Of a test, or a parameter of one, of what PyTorch itself does wrong before a version."""
+    """Skip a test, or a parameter of one, before a version of PyTorch that got it wrong itself."""
     name = ".".join(map(str, version))
     return pytest.mark.skipif(version > TORCH, reason=f"PyTorch before {name}: {reason}")

@@ -111,7 +111,7 @@ def stages_of(called: Any) -> dict[str, float]:
 
 
 def from_disk(called: Any) -> dict[str, str]:
-    """What each graph's plan says of the caches; nothing of other contenders."""
+    """Return what the plan of each graph says about the caches; empty for other contenders."""
     return {p.name: p.notes["seconds"] for p in getattr(called, "plan", ())}
 
 

@@ -27,7 +27,8 @@ BATCH = 1.1  # times the first row, of up to eight sequences
 
 
 def share(cell: Mapping[str, Any], bandwidth: float) -> float | None:
-    """Of the copy bandwidth (bytes a second)."""
+    """Return the share of the copy bandwidth (bytes a second) that a step reaches, or None without a
+    figure."""
     if "token_bytes" not in cell or "step_ms" not in cell:
         return None
     return cell["token_bytes"] / (cell["step_ms"] / 1e3) / bandwidth

@@ -138,7 +138,7 @@ class T5Decoder(Decoder):
         return self.cache.self_attention_cache.layers
 
     def token_bytes(self) -> int:
-        """Of the encoder nothing is read but its results' keys and values."""
+        """Return the bytes that a token reads: from the encoder only the keys and values of its results."""
         encoder = {id(p) for p in self.model.get_submodule("encoder").parameters()}
         kept = {id(p) for p in self.model.get_submodule("decoder").parameters()}
         unread = sum(p.nbytes for p in self.model.parameters() if id(p) in encoder - kept)

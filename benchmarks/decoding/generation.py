@@ -32,7 +32,7 @@ PROMPT = 1024
 
 
 def seconds_of_a_token(model: Any, prompt: torch.Tensor, **options: Any) -> float:
-    """Of the steps between FEW and MANY tokens, after a call of each that compiles and records."""
+    """Return the seconds for one of the tokens between FEW and MANY, after calls that compile and record."""
 
     def generated(count: int) -> float:
         synchronize(prompt.device)
@@ -71,7 +71,8 @@ def seconds_of_a_step(model: Any, fast: Any, prompt: torch.Tensor) -> float:
 
 
 def seconds_of_the_loop(model: Any, prompt: torch.Tensor) -> float:
-    """Of a token, where a call of the model only gives logits of the first token's size."""
+    """Return the seconds of one token without the model: its call only returns logits of the first token's
+    size."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     whole = type(model).forward

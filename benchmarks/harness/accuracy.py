@@ -14,7 +14,7 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Error:
-    """Of one tensor against its float64 truth; scale is the truth's largest magnitude."""
+    """The errors of one tensor against its float64 truth; scale is the truth's largest magnitude."""
 
     largest: float
     rms: float
@@ -32,7 +32,8 @@ def error_of(result: Tensor, truth: Tensor) -> Error:
 
 
 def rounding_error(dtype: torch.dtype, truth: Tensor) -> Error:
-    """What is left when the truth itself is stored in `dtype`: no result in that dtype does better."""
+    """Return the error of the truth itself when stored in `dtype`. No result in that dtype can have a smaller
+    one."""
     return error_of(truth.to(dtype), truth)
 
 

@@ -85,6 +85,6 @@ def eager_ops(compiled: Any) -> list[str] | None:
 
 
 def recorded_graphs(compiled: Any) -> dict[str, str | None] | None:
-    """What ours decided about recording each of its graphs; None for other contenders."""
+    """Return the decision about recording for each of our graphs; None for other contenders."""
     plan = getattr(compiled, "plan", None)
     return None if plan is None else {p.name: p.notes.get("CUDA graph") for p in plan}

@@ -69,7 +69,8 @@ def geometric_mean(values: Iterable[float | None]) -> float | None:
 
 
 def means(rows: Sequence[Row], figures: Mapping[str, Callable[[Row], float | None]]) -> dict[str, float]:
-    """By name the geometric mean of a figure over the rows that have it; no name where none has."""
+    """Return the geometric mean of each figure over the rows that have it, by name. Omit a figure of no
+    row."""
     by_name = {name: geometric_mean(map(figure_of, rows)) for name, figure_of in figures.items()}
     return {name: mean for name, mean in by_name.items() if mean is not None}
 

@@ -48,7 +48,7 @@ class GpuTime:
 
 
 def kind_of(kernel: str) -> str:
-    """Which part of a model a kernel belongs to, by its name: attention, contraction or rest."""
+    """Return the part of a model to which a kernel belongs, by its name: attention, contraction or rest."""
     if ATTENTION.search(kernel):
         return "attention"
     return "contraction" if CONTRACTION.search(kernel) else "rest"
@@ -232,7 +232,7 @@ def copies_for(device: torch.device, size: int) -> int:
 
 
 class Yardstick:
-    """What a device-to-device copy takes, read and written both counted."""
+    """The time of a device-to-device copy. Bytes read and bytes written both count."""
 
     SMALL = 1 << 28  # bytes moved, below which a launch's fixed costs and the L2 count
 
@@ -242,9 +242,10 @@ class Yardstick:
         self.bandwidth = 2 * size / self._measured(size)
 
     def seconds(self, moved: int) -> float:
-        """Of a copy that moves `moved` bytes; small ones are measured, as they come, in cold memory.
+        """Return the seconds of a copy that moves `moved` bytes.
 
-        What a measurement of about as many bytes (6%) gave is scaled.
+        Small copies are measured in cold memory when they are asked for; sizes within 6% share one
+        measurement, scaled.
         """
         if moved >= self.SMALL or self.device.type != "cuda":
             return moved / self.bandwidth

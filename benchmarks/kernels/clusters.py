@@ -213,7 +213,7 @@ def batch_norm(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: 
 
 
 def batch_statistics(x: Tensor, mean: Tensor, variance: Tensor) -> Outputs:
-    """Those of the batch, which also move the running ones."""
+    """Return the mean and variance of the batch, and move the running ones towards them."""
     of_batch, around = torch.var_mean(x.to(mean.dtype), (0, 2, 3), correction=0)[::-1]
     mean.lerp_(of_batch, 0.1)
     variance.lerp_(around, 0.1)

@@ -152,7 +152,7 @@ def pause_us(device: torch.device) -> float:
 
 @dataclass
 class Bench:
-    """What all cases of one run share."""
+    """The state that all cases of one run share."""
 
     options: argparse.Namespace
     record: Record

@@ -215,7 +215,8 @@ class Search:
         return max((relative(a, b) for a, b in pairs if b.is_floating_point() and b.numel()), default=0.0)
 
     def result(self, bandwidth: float) -> dict[str, Any]:
-        """What is kept: the first choice, the tuner's best, the best found, and every timing."""
+        """Return the record of a cluster: the first choice, the tuner's best, the fastest, and every
+        timing."""
         cost = self.found.cost
         ideal = cost.moved / bandwidth * 1e6
         shown: dict[str, Any] = {

@@ -135,7 +135,7 @@ class ConvNeXt(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Of a diffusion U-Net (Ho et al. 2020): [n, inputs, h, w], time [n, t] -> [n, outputs, h, w]."""
+    """Residual block of a U-Net (Ho et al. 2020): [n, inputs, h, w], time [n, t] -> [n, outputs, h, w]."""
 
     def __init__(self, inputs: int, outputs: int, time: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class ResidualBlock(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """Of every pixel to every other: [n, c, h, w] -> the same."""
+    """Attention from every pixel to every other: [n, c, h, w] -> the same."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()

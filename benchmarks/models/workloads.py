@@ -198,8 +198,8 @@ class Decoder(nn.Module):
             layer.cumulative_length.fill_(self.context)
 
     def token_bytes(self) -> int:
-        """What one call has to read: weights, of experts those that are chosen, of embeddings rows; keys and
-        values of the context."""
+        """Return the bytes that one call reads: weights (only the chosen experts, only the rows of embeddings
+        that are looked up), and the keys and values of the context."""
         batch, config = self.prompt.shape[0], self.model.config
         heads = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
         rows = {id(m.weight): m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}

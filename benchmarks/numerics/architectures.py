@@ -105,7 +105,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _nowhere(result: Result) -> dict[str, bool]:
-    """Which tensors there are, and whether one has elements that are no finite number."""
+    """Return for each tensor, by name, whether an element is infinite or NaN."""
     return {n: not bool(t.isfinite().all()) for n, t in result.tensors.items()}
 
 
@@ -180,7 +180,7 @@ def compiled_step(model: nn.Module, batch: Batch, backend: str) -> tuple[Result,
 
 
 def other(model: nn.Module, batch: Batch) -> str:
-    """What it means that ours fails: whether TorchDynamo and AOTAutograd alone do as well."""
+    """Return the meaning of a failure of ours: whether TorchDynamo and AOTAutograd alone fail as well."""
     torch._dynamo.reset()
     try:
         step(torch.compile(model, backend="aot_eager"), model, batch)

@@ -57,7 +57,7 @@ class Architecture:
 
 
 def architectures() -> dict[str, Architecture]:
-    """By model type, from transformers' own tables, in their order."""
+    """Return the architectures by model type, from transformers' own tables and in their order."""
     found: dict[str, Architecture] = {}
     for task, table in TASKS.items():
         for name, classes in table.items():
@@ -146,7 +146,8 @@ RECIPES: tuple[tuple[tuple[str, Change], ...], ...] = (
 
 
 def shrunk(config: Any, rules: Sequence[tuple[str, Change]]) -> dict[str, Any]:
-    """What the fields of a configuration become by a recipe, parts of it as dictionaries."""
+    """Return the fields that a recipe changes in a configuration. Nested configurations become
+    dictionaries."""
     fields = {n: v for n, v in vars(config).items() if n not in _NO_SIZES and v is not None}
     changes: dict[str, Any] = {}
     for name, value in fields.items():
@@ -287,7 +288,7 @@ def _class_of(architecture: Architecture) -> Any:
 
 
 def batches(model: nn.Module, task: str) -> Iterator[Batch]:
-    """What the model may take, the likeliest first; labels where it takes any."""
+    """Yield batches that the model may accept, the likeliest first, with labels if it takes any."""
     torch.manual_seed(1)
     config: Any = model.config
     text = config.get_text_config()

@@ -96,7 +96,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Update:
-    """What follows a backward pass. optimizers: those whose state counts."""
+    """The work that follows a backward pass. optimizers: the ones whose state counts."""
 
     step: Callable[[], Any]
     zero_grad: Callable[[], Any]
@@ -117,7 +117,8 @@ def update_of(task: Task, model: nn.Module) -> Update:
 
 
 def flags_of(task: Task) -> dict[str, bool]:
-    """Of PyTorch's implementations the fused one, where no other is asked for and there is one."""
+    """Return the flags of PyTorch's optimizer: the fused implementation, if it exists and no other is asked
+    for."""
     if task.contender.startswith("ours"):
         return {}
     missing = task.optimizer == "Adagrad" and task.device.startswith("cuda") and task.contender != "fused"

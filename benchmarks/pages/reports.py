@@ -137,7 +137,7 @@ def quoted(text: str) -> str:
 
 
 def plan_of(batch: int, length: int) -> str:
-    """What `print(report)` shows, times of planning aside."""
+    """Return the text of `print(report)` without the times of planning."""
     return quoted(str(report(batch, length)))
 
 

@@ -205,7 +205,7 @@ def test_symbolic_sizes_are_not_kept() -> None:
 
 
 def test_views_whose_sizes_pytorch_loses_are_not_kept() -> None:
-    """Of a product of matrices in batches with one matrix, two parts of which are returned."""
+    """A batched product with one matrix returns two views of its result."""
 
     def parts(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         product = a @ b

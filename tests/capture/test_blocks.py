@@ -69,7 +69,8 @@ class Stack(nn.Module):
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[Any], int]]:
-    """Of joint graphs, as they are traced: what is told of their nodes, and how many tensors have memory."""
+    """Return a list that receives, for each joint graph, the facts of its nodes and the number of
+    storages."""
     found: list[tuple[Counter[Any], int]] = []
     original = compiler.partition
 

@@ -280,7 +280,7 @@ def test_sizes_in_a_gradient() -> None:
 
 
 def test_a_number_that_is_no_size() -> None:
-    """Where a slice begins is in no shape: the kernel takes it all the same."""
+    """The start of a slice is in no shape, but the kernel receives it as a number."""
 
     def fn(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
         return x[first : first + 3].sin(), x.select(1, first).cos()
@@ -320,7 +320,8 @@ DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_sizes_that_are_differences(name: str, one: bool) -> None:
-    """Of two symbols, which estimates take for one number, as if there were no element, or one."""
+    """A size is the difference of two symbols. Estimates give both the same number, so it seems to be 0 or
+    1."""
 
     def fn(x: Tensor, y: Tensor) -> Tensor:
         first = y.shape[0] - 1 if one else y.shape[0]

@@ -97,7 +97,8 @@ def test_generate_with_every_cache(make: Any, options: dict[str, Any]) -> None:
 
 
 def test_generate_leaves_the_compiled_call_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a cache is static, transformers compiles the call by Inductor: on GPUs, or where told to."""
+    """With a static cache, transformers compiles the call by Inductor, on GPUs or if the configuration says
+    so."""
     everywhere = CompileConfig()
     everywhere._compile_all_devices = True  # type: ignore[assignment]
     calls: list[Any] = []

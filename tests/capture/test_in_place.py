@@ -1,4 +1,4 @@
-"""What a program writes into memory that exists is written there: no copy of a cache, and eager's values."""
+"""Writes into existing memory happen in place: no cache is copied, and values are eager's."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_cache_is_written_in_place(function: Callable[..., Any], make: Callabl
 
 
 def test_a_whole_result_is_stored_in_its_argument() -> None:
-    """Where it is read besides it has memory of its own, too."""
+    """A result that is also read elsewhere has memory of its own as well."""
     (plan,) = held(counted, lambda: [cache(), cache()]).plan
     assert not plan.leftovers and stored(plan) == cache().nbytes, "of x.sin()"
     assert len(plan.clusters) == 1

@@ -1,4 +1,4 @@
-"""What is neither traced above autograd nor rewritten again: all that decides, and never another graph's."""
+"""Graphs that are neither traced above autograd nor rewritten again: all that decides it, and no mix-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward saves: never more than it is allowed, and right whatever is computed again."""
+"""A forward never saves more than its budget, and recomputed values are right."""
 
 from __future__ import annotations
 

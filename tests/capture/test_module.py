@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 def compiled(target: Any, **options: Any) -> Any:
-    """What compile() does, with graphs that run as they are and plans that only have a name."""
+    """Return the result of compile() with graphs that run as they are, and plans that only have a name."""
     plans = Plans()
 
     def keep(gm: fx.GraphModule, inputs: Sequence[Any], info: GraphInfo) -> Any:

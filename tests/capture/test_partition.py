@@ -122,7 +122,7 @@ def test_saved_arguments_that_need_gradients_are_as_they_were_too() -> None:
 
 
 def padded_and_turned(x: Tensor) -> Tensor:
-    """What is padded or turned around is as large as what it comes from, which backward has."""
+    """A padded or flipped tensor is as large as its source, which the backward has."""
     wide = torch.nn.functional.pad(x.sin(), (0, 3))
     return wide.flip(0).exp() * wide
 

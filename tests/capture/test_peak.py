@@ -52,7 +52,7 @@ def peak(run: Callable[[], object]) -> int:
 
 
 def peaks(model: nn.Module, one_step: Callable[[Any], object], memory: Budget = "fast") -> tuple[int, int]:
-    """Of eager's step and ours."""
+    """Return the peak memory of eager's step and of ours."""
 
     def run(called: Any) -> None:
         one_step(called)
@@ -85,8 +85,8 @@ def test_a_net_takes_no_more_than_in_eager(workload: Workload) -> None:
 
 @pytest.mark.sample(3, group="long")
 def test_a_budget_is_kept_or_the_plan_says_that_it_is_not() -> None:
-    """By an estimate that is made before there are clusters. Computing all again would need more than saving
-    it."""
+    """The estimate is made before there are clusters. Recomputing everything would need more memory than
+    saving it."""
     model, x = blocks(8, 64), torch.randn(512, 64)
 
     def found(memory: Budget) -> tuple[int, str]:

@@ -74,7 +74,7 @@ def test_zeros_lie_as_the_gradient_would(backend: str) -> None:
 
 
 def read_shapes(dag: OpDag) -> set[tuple[object, ...]]:
-    """Of the gradients that a backward graph starts from and reads."""
+    """Return the shapes of the gradients that a backward graph starts from and reads."""
     names = [n for n in dag.inputs if n.startswith("tangents") and dag.consumers(n)]
     return {dag.op(n).outputs[0].shape for n in names}
 

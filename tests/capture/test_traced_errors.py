@@ -1,4 +1,4 @@
-"""What a model's own calls raise is what eager raises, also where TorchDynamo meets it first."""
+"""Errors of a model's own calls are eager's, also where TorchDynamo meets them first."""
 
 from __future__ import annotations
 

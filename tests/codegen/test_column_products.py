@@ -72,7 +72,7 @@ def finishes(s: Placement) -> bool:
 
 
 def divided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
-    """Those whose programs share the rows come first."""
+    """Return the schedules, with the ones whose programs share the rows first."""
     return tuple(sorted(schedules_of(loops, name, device), key=lambda s: not finishes(s)))
 
 
@@ -112,7 +112,7 @@ def test_odd_sizes(rows: int, k: int, n: int) -> None:
 
 
 def undivided(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[Placement, ...]:
-    """Those whose programs have all rows, and share none."""
+    """Return the schedules whose programs have all rows."""
     return tuple(s for s in schedules_of(loops, name, device) if "place(row.o, GRID)" not in str(s))
 
 
@@ -234,7 +234,7 @@ def test_it_takes_a_launch_and_its_bytes(k: int, n: int) -> None:
 
 
 class Block(nn.Module):
-    """What follows attention in a layer of GPT-2, and the projections in front of the next one's."""
+    """The part of a GPT-2 layer after attention, and the projections of the next one's attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def small_matrices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Layer(nn.Module):
-    """What decoding is made of: a norm, products of one row, a residual, and a cache that is written."""
+    """The parts of decoding: a norm, products of one row, a residual, and a cache that is written."""
 
     cache: Tensor
 
@@ -373,7 +373,7 @@ def test_programs_that_wait_for_each_other_take_no_part() -> None:
 
 
 def test_launched_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher gets, and that it is told only where the target has it."""
+    """A kernel is compiled for a dependent launch only if the target has it."""
     gpu = FakeGpu()
     use(gpu, monkeypatch)
     model = Decoder()
@@ -541,7 +541,7 @@ class Transposed(nn.Linear):
 def test_what_is_loaded_early_changes_no_value(
     rows: int, layer: type[nn.Linear], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of every program that loads weights early, in the interpreter."""
+    """Run every program that loads weights early in the interpreter."""
     sizes = (16, 600, 24, 1100, 8) if layer is nn.Linear else (16, 2100, 40)
     model = nn.Sequential(*(nn.Sequential(layer(a, b), nn.SiLU()) for a, b in pairwise(sizes)))
     dtype = torch.float32 if rows == 1 else torch.bfloat16  # tensor cores multiply more rows

@@ -297,7 +297,7 @@ def test_inputs_at_other_addresses_are_loaded_plainly() -> None:
 
 
 class _Run:
-    """What stands for a launcher of Triton's, which asks for memory as that does."""
+    """A stand-in for a launcher of Triton's, which asks for memory as that one does."""
 
     launch_pdl = True
 

@@ -1,4 +1,4 @@
-"""What programs that share a row send each other: it arrives, and compiles under any number of warps."""
+"""Messages between programs that share a row arrive, and compile under any number of warps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def exchange_rows(
 
 
 def received(x: torch.Tensor) -> torch.Tensor:
-    """What the kernel stores: each program of a row has the numbers of all, then what counts nowhere."""
+    """Return what the kernel stores: each program of a row has the numbers of all, then neutral elements."""
     rows, splits = x.shape
     y = x.new_full((rows, splits, 1 << (splits - 1).bit_length()), NEUTRAL)
     y[:, :, :splits] = x[:, None, :]

@@ -121,7 +121,7 @@ def test_offsets_that_end_before_the_rows(chosen: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_call_itself_is_the_same(dtype: torch.dtype) -> None:
-    """What a cluster is not worth runs as PyTorch's grouped product."""
+    """Products that are not worth a cluster run as PyTorch's grouped product."""
     x, w = tensors(6, 5, 40, 24, dtype)
     expert = torch.tensor([3, 0, 2, 4, 3, 0])
     expected = torch.stack([x[r] @ w[e].T for r, e in enumerate(expert)])
@@ -276,7 +276,7 @@ def moved_order(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
 
 
 def other_ids(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
-    """Of which some may be negative: those are not counted."""
+    """Some expert numbers may be negative; such rows do not count."""
     ids, order = (F.linear(x, router).argmax(-1) - 1).sort()
     offsets = torch.histc(ids.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
     made = in_rows(x[order], up, offsets)

@@ -65,7 +65,7 @@ def test_random_numbers_are_made_again_where_they_are_needed() -> None:
 
 
 def test_kernels_survive_the_way_through_text() -> None:
-    """What test_sass compiles is what the emitter made."""
+    """Kernels that test_sass compiles from their text are the kernels that the emitter returned."""
     made = [kernel for program in programs_of("layer_norm") for kernel in program.kernels]
     read = parse_kernels(kernels_text("layer_norm"))
     assert len(read) == len(made) > 2

@@ -112,7 +112,8 @@ def test_what_is_known_to_lie_inside_is_not_looked_at(name: str) -> None:
 
 
 def test_clusters_alike_but_for_what_is_known_of_their_indices() -> None:
-    """Which lies outside of them: the place of a maximum among 4 is one among 4, that among 9 is not."""
+    """The index's range is known outside of the cluster: the place of a maximum among 4 is below 4, among 9
+    not."""
 
     def picked(table: Tensor, few: Tensor, many: Tensor) -> tuple[Tensor, Tensor]:
         return table[few.topk(2, 1)[1]] * 2, table[many.topk(2, 1)[1]] * 2

@@ -207,7 +207,7 @@ def test_sums_of_the_columns_behind_it() -> None:
 
 
 def test_programs_share_the_terms_of_few_tiles() -> None:
-    """What is computed of the product is computed behind the second stage."""
+    """The epilogue of the product is computed after the second stage."""
     nest = Products(*draw()[:2], random.randint(2000, 3000))
     y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "kn")), nest.read("c", "n"))
     nest.write("out", gelu(nest, y), "mn")
@@ -235,7 +235,7 @@ def test_a_number_of_rows_that_is_known_at_run_time() -> None:
 
 
 def test_a_sum_of_a_row_of_results_behind_it() -> None:
-    """Where a program has whole rows of results, a norm of them needs no other kernel."""
+    """If a program has all columns of its results, a norm of them needs no other kernel."""
     nest = Products(*draw(cols=140), inner="kn")
     y = nest.add(nest.product(nest.read("a", "mk"), nest.read("b", "nk")), nest.read("r", "mn"))
     squares = nest.op("mul.Scalar", nest.summed(nest.mul(y, y), "n"), 1 / int(nest.axes["n"][0]))

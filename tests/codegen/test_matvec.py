@@ -315,7 +315,7 @@ def test_tensor_units_make_the_sums_of_sixteen_rows(monkeypatch: pytest.MonkeyPa
 
 
 def test_tensor_units_have_three_matrices_side_by_side_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sixteen in one loop no tile fits in shared memory."""
+    """No tile of sixteen matrices in one loop fits in shared memory."""
     monkeypatch.undo()
     with FakeTensorMode():
         x, *matrices = (torch.empty(n, 2048, dtype=torch.bfloat16, device="cuda") for n in (12, *16 * [2048]))
@@ -328,7 +328,7 @@ def test_tensor_units_have_three_matrices_side_by_side_at_most(monkeypatch: pyte
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 1), (2, 1), (8, 1)])
 def test_few_terms_are_unrolled_beside_a_product(rows: int, kernels: int) -> None:
-    """Of all rows together."""
+    """The terms of all rows are unrolled together."""
     x, w = torch.randn(rows, 8, 160), torch.randn(48, 160)
     check(lambda x, w: F.linear(x.sum(1), w), x, w, kernels=kernels)
 

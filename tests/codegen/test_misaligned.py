@@ -274,7 +274,7 @@ def test_rows_are_moved_in_words_and_copied_ahead() -> None:
 
 @of_measured_versions
 def test_blocks_within_the_row_are_moved_in_words_without_masks() -> None:
-    """Those of both passes, weights included; the tiles with the row's ends are half as wide."""
+    """Both passes move such blocks so, weights included; tiles with the row's ends are half as wide."""
     schedule = RowTile(1, 4096, Cols.LOOP, num_warps=4)
     compiled = Compiled(layer_norm, schedules=functools.partial(form_of, schedule))
     compiled(*(t.bfloat16() for t in tensors(3, 9301)))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("small_matrices")
 
 
 def kernels_of(plan: fc.FusionPlan) -> Iterator[Kernel]:
-    """Of the only cluster, with each of its schedules on an H200."""
+    """Yield the kernels of the only cluster, one for each of its schedules on an H200."""
     (cluster,) = plan.clusters
     for program in emit_cluster(canonical(cluster, plan.dag), cluster, plan.dag, device_spec("h200")):
         yield from program.kernels
@@ -60,7 +60,7 @@ BITS: tuple[tuple[Callable[[Tensor], Tensor], str], ...] = (  # and what makes f
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8], ids=str)
 def test_bytes_become_floats_without_conversions(dtype: torch.dtype) -> None:
-    """Of those a multiprocessor does sixteen in a cycle."""
+    """A multiprocessor does only sixteen of these conversions in a cycle."""
     with FakeTensorMode():
         x = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
         w = torch.empty(2048, 4096, dtype=dtype, device="cuda")
@@ -133,7 +133,7 @@ def test_bytes_that_were_reduced_become_floats(dtype: torch.dtype) -> None:
 
 
 def test_a_norm_is_read_with_a_matrix_and_its_scales() -> None:
-    """Of four bits and a scale for each group: one loop over both."""
+    """The weights have four bits each and a scale for each group; one loop reads both."""
 
     def f(x: Tensor, norm: Tensor, w: Tensor, scale: Tensor) -> Tensor:
         low, high = w & 15, w >> 4
@@ -282,7 +282,7 @@ def test_bits_are_taken_where_they_are_multiplied(rows: int, unpacked: Callable[
 
 
 def test_a_scale_is_multiplied_once_a_word() -> None:
-    """By what its terms come to: eight multiplications fewer for one more."""
+    """The scale multiplies the sum of the word's terms: eight multiplications fewer for one more."""
     x, w = torch.randn(1, 512), torch.randint(0, 256, (48, 256), dtype=torch.uint8)
     fast = fc.compile(lambda *t: grouped(*t, interleaved), backend="interpret", strict=True)
     fast(x, w, torch.randn(48, 16))

@@ -56,7 +56,7 @@ X, RESIDUAL, OUT, TILES, PADS, RANK = map(
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is made for.
+    """The parameters of a kernel.
 
     one_device: the ranks are programs of one launch. one_half: all rounds write to the same tiles. without: a
     sort of statements that is left out.
@@ -124,7 +124,7 @@ class Case:
         run_source(kernel.source, kernel.name, types, values, [int(n) for n in kernel.grid], kernel.together)
 
     def inputs(self, number: int, seed: int) -> tuple[Tensor, Tensor]:
-        """What all ranks add up in a round, by rank, and the residual that they share."""
+        """Return the tensors that the ranks add up in a round, by rank, and the residual that they share."""
         generator = torch.Generator().manual_seed(seed + number)
         x = 3 * torch.randn(self.count, self.rows, self.cols, generator=generator)
         return x.to(self.dtype), torch.randn(self.rows, self.cols, generator=generator)
@@ -145,8 +145,8 @@ def loaded(pointer: Expression, mask: Expression) -> Expression:
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes do. behind: rank 0 reads the tiles of a round when the others have left those of the
-    next one. silent: a rank that sends nothing."""
+    """The work of the processes. behind: rank 0 reads the tiles of a round when the others have left those of
+    the next one. silent: a rank that sends nothing."""
 
     case: Case
     rounds: int
@@ -210,7 +210,8 @@ def read_behind(boxes: Tensor, rounds: int) -> None:
 
 
 def ended(run: Run) -> list[list[Tensor] | str]:
-    """What each rank's rounds gave, or the error that ended it. Raises TimeoutError if one does not end."""
+    """Return the results of each rank's rounds, or the error that ended it. Raise TimeoutError if one
+    hangs."""
     case = run.case
     for rank in range(case.count):
         tiles, boxes = case.sizes
@@ -345,7 +346,7 @@ def test_other_targets_compile(target: str) -> None:
 
 
 def test_loads_of_tiles_depend_on_the_wait() -> None:
-    """By a variable, as rewrites know no other order."""
+    """The loads depend on it by a variable, as rewrites know no other order."""
     peers = Peers(TILES, PADS, RANK, 3, Name("program"), torch.float32, 64)
     statements, _ = all_reduced(peers, Var("x"), Name("col"))
     (at,) = (i for i, s in enumerate(statements) if isinstance(s, Wait))
@@ -355,7 +356,7 @@ def test_loads_of_tiles_depend_on_the_wait() -> None:
 
 
 def test_a_kernel_that_starts_early_reads_the_number_behind_its_wait_for_earlier_kernels() -> None:
-    """Of which one may be the same kernel, in the round before; the tables never change."""
+    """An earlier kernel may be the same kernel in the round before; the tables never change."""
     peers = Peers(TILES, PADS, RANK, 3, Name("program"), torch.float32, 64)
     statements, _ = all_reduced(peers, Var("x"), Name("col"))
     tables = frozenset({TILES, PADS})

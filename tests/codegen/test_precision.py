@@ -85,10 +85,10 @@ def units(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def excess(ours: Tensor, eager: Tensor, truth: Tensor, bound: float, terms: float) -> Tensor:
-    """By how much the error is above `bound` units in the last place; infinite for a NaN or an infinity
+    """Return how far the error is above `bound` units in the last place; infinite for a NaN or an infinity
     that neither the truth nor eager, which overflows within, has.
 
-    terms: size of what was added up, of which 2^-18 may be missing.
+    terms: magnitude of the terms of a sum; an error of 2^-18 of it is allowed.
     """
     dtype = ours.dtype
     rounded = truth.to(dtype)
@@ -173,7 +173,8 @@ def test_every_number(name: str, dtype: torch.dtype) -> None:
 
 
 def test_the_short_forms_are_used_and_the_errors_felt() -> None:
-    """Of tanh in bfloat16 a hundredth is rounded otherwise than the truth would be; in float32 nothing is."""
+    """For tanh in bfloat16, over 1% of the results are not the rounded truth; in float32 all are close to
+    it."""
     x = every_number(torch.bfloat16)
     x = x[x.isfinite() & (x.abs() < 4) & (x.abs() > 2**-6)]
     ours, truth = Compiled(torch.tanh)(x), torch.tanh(x.double())

@@ -1,5 +1,5 @@
-"""What is computed of parts of a product's rows, in the product's kernel: rotations, gates, and queries, keys
-and values that are stored where they belong."""
+"""Computations on parts of a product's rows in the product's kernel: rotations, gates, and queries, keys and
+values that are stored where they belong."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def of_few_heads(y: Tensor) -> tuple[Tensor, ...]:
 def test_parts_of_one_product_are_stored_where_they_belong(
     rows: int, parts: Callable[[Tensor], tuple[Tensor, ...]], transposed: bool, turned: bool
 ) -> None:
-    """Those of a cache in it, whatever rows and columns the kernel has."""
+    """The parts that belong to a cache are stored in it, whatever rows and columns the kernel has."""
 
     def projected(x: Tensor, w: Tensor, b: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
         y = torch.addmm(b, x, w if transposed else w.t())

@@ -81,7 +81,7 @@ def test_the_joint_graph_decides() -> None:
 
 
 def test_pinned_values_are_made_alike_everywhere() -> None:
-    """By the first expression of the table, and with products that are rounded before they are added."""
+    """Every kernel uses the table's first expression, and rounds products before it adds them."""
 
     def largest(x: Tensor) -> Tensor:
         y = torch.tanh(x * 1.5) + x * x

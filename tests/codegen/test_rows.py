@@ -178,7 +178,7 @@ def test_values_without_rows_wait_for_a_reduction_that_programs_share(form: RowT
 
 
 def test_sums_join_along_one_axis_only() -> None:
-    """Of the sum of a whole tile, the fold of its columns has no part in a sum over rows."""
+    """The fold of a tile's columns, for the sum of the whole tile, has no part in a sum over rows."""
 
     def fn(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         tile = x.expand(3, 2)

@@ -35,7 +35,7 @@ def distinct_kernels() -> dict[str, tuple[Kernel, ...]]:
 
 
 def _key(kernel: Kernel) -> object:
-    """What decides the machine code: not the name, nor the lines of the model in the docstring."""
+    """Return all that decides the machine code: not the name, nor the lines of the model in the docstring."""
     head, _, rest = kernel.source.partition('"""')
     body = rest.partition('"""')[2]
     options = kernel.num_warps, kernel.num_stages, kernel.registers

@@ -114,7 +114,7 @@ def segment_sums(x: Tensor) -> Tensor:
 
 
 def decays(x: Tensor) -> Tensor:
-    """Of each step to the last."""
+    """Multiply x by the decay from each step to the last."""
     sums = x.cumsum(-1)
     return (sums[..., -1:] - sums).exp() * x
 

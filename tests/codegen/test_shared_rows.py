@@ -65,7 +65,7 @@ def backward_programs(fn: Any, width: int, rows: int = 512) -> tuple[Program, ..
 @pytest.mark.parametrize("width", [16500, 20001])
 @pytest.mark.parametrize("fn", [layer_norm, rms_norm], ids=["LayerNorm", "RMSNorm"])
 def test_values_and_gradients(fn: Callable[..., Tensor], width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a launch costs more than all else, so that few rows are one kernel too."""
+    """A launch costs more here than all else, so that even few rows are one kernel."""
     monkeypatch.setitem(devices._BY_NAME, "h200", replace(device_spec("h200"), launch_us=50.0))
     sizes = ((7, width), (width,), (width,))[: fn.__code__.co_argcount]
     inputs = tuple(torch.randn(*size) for size in sizes)

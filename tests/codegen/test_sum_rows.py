@@ -213,7 +213,7 @@ def test_others_stay_the_librarys(function: Callable[..., Tensor]) -> None:
 
 
 def test_terms_that_depend_on_where_they_stand() -> None:
-    """What is overwritten behind a lookup sends no gradient back."""
+    """An element that is overwritten after the lookup sends no gradient back."""
 
     def overwritten(x: Tensor, index: Tensor, new: Tensor) -> Tensor:
         return torch.select_scatter(x[index], new, 1, -1)

@@ -168,7 +168,8 @@ def without_one_that_is_waited_for() -> None:
 
 
 def run(*arguments: str, cache: Path | None = None, processes: int = 1) -> str:
-    """What a function of this file prints in another process, or in several at once; they must end."""
+    """Return the output of a function of this file in another process, or in several at once; each must
+    end."""
     environment = os.environ | ({"TRITON_CACHE_DIR": str(cache)} if cache else {})
     command = [sys.executable, "-W", "ignore", "-c", CODE, *arguments]
     root = ROOT
@@ -193,7 +194,7 @@ def test_several_at_once(names: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["norm", "widest norm"], ["norm", "softmax"]], ids=" ".join)
 def test_several_at_once_in_several_processes(names: list[str]) -> None:
-    """That take turns, each of which ends in the middle of a launch."""
+    """The processes take turns, each of which ends in the middle of a launch."""
     assert run("on_streams_of_their_own", *names, processes=3) == f"0 of {TURNS // 5} differ\n"
 
 

@@ -21,7 +21,7 @@ DEVICE = "cuda"
 
 
 def described(plans: tuple[FusionPlan, ...]) -> list[str]:
-    """What the graphs compute and what is one kernel, without the names and the order of their arguments."""
+    """Describe the computations and the kernels of the graphs, without names and the order of arguments."""
     lines: list[str] = []
     for plan in plans:
         lines.append(plan.name)

@@ -1,4 +1,4 @@
-"""What only a device shows: changing sizes, large offsets, CUDA graphs, streams."""
+"""Behaviour that only a device shows: changing sizes, large offsets, CUDA graphs, streams."""
 
 from __future__ import annotations
 

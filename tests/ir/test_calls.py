@@ -14,7 +14,7 @@ import fusion_compiler as fc
 
 
 def calls(model: Any, *shape: int) -> list[Counter[str]]:
-    """Of the forward and of the backward graph."""
+    """Count the calls of the forward and of the backward graph."""
     report = fc.explain(model, torch.empty(shape, requires_grad=True))
     return [Counter(call.target for call in plan.calls) for plan in report.plans]
 

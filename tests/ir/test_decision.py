@@ -26,7 +26,7 @@ def test_a_forced_decision_counts_as_done() -> None:
 
 
 def test_a_plan_tells_its_decisions_as_values() -> None:
-    """Those of passes, of pairs that are apart, and of calls that stay."""
+    """The plan has decisions of passes, of pairs that stay apart, and of calls that stay calls."""
 
     def residual(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         wave = x.sin()

@@ -1,4 +1,4 @@
-"""What a compiled call does beside its kernels: python -m tests.ir.test_host_cost prints microseconds."""
+"""The work of a compiled call beside its kernels: python -m tests.ir.test_host_cost prints microseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which order of channels a convolution takes, by the times that were measured."""
+"""The order of channels that a convolution takes follows the times that were measured."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ OWN_SUMS = """
 @pytest.mark.sample(60)
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
 def test_no_reduction_returns_16_bits(info: Any) -> None:
-    """What is summed inside a decomposition is summed in float32, so that it cannot overflow."""
+    """Sums inside a decomposition are in float32, so that they cannot overflow."""
     if torch.float16 not in info.dtypes or info.name in OWN_SUMS.split():
         pytest.skip("no 16-bit floats, or a reduction itself")
     for sample in opinfo_samples(info, torch.float16, 6):

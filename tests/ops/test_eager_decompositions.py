@@ -130,7 +130,7 @@ def test_binary_cross_entropy_is_still_one_kernel_with_its_gradient() -> None:
 
 
 def test_two_checks_and_the_draws_between_them_are_in_one_plan() -> None:
-    """What is drawn second is in one kernel with what the first check waits for."""
+    """The second draw is in one kernel with the values that wait for the first check."""
 
     def twice(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         return torch.bernoulli(p) * 2, torch.bernoulli(q) * 3

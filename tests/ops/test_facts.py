@@ -1,4 +1,4 @@
-"""What rows of the operator table say of their operators, besides the expressions, against eager."""
+"""Facts in the rows of the operator table, besides the expressions, against eager."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ def test_capped_scores(groups: int, masked: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", [3, 200])
 def test_infinite_values(dtype: torch.dtype, keys: int) -> None:
-    """What bfloat16 leaves of a weight may be negative: times an infinite value, it is the other infinity."""
+    """The remainder of a weight in bfloat16 may be negative; times an infinite value it is the other
+    infinity."""
     q, k, v = (x.to(dtype) for x in tensors(4, 2, 4, keys, 32))
     v = torch.where(torch.rand(v.shape) < 0.5 / keys, torch.copysign(torch.full_like(v, torch.inf), v), v)
     with torch.no_grad():

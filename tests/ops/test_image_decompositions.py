@@ -27,7 +27,7 @@ TRANSPOSED: tuple[Any, ...] = ([2, 2], [1, 1], [1, 1], True, [1, 1], 1)
 
 
 def on_cuda(function: Callable[..., Any], *args: Tensor) -> fx.GraphModule:
-    """What `function` is taken apart to for CUDA tensors like `args`; it runs anywhere."""
+    """Return the graph into which `function` decomposes for CUDA tensors like `args`; it runs anywhere."""
     with FakeTensorMode():
         like = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in args]
     with torch._guards.detect_fake_mode(like):

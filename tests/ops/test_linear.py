@@ -1,4 +1,4 @@
-"""What the operator table says of linearity and of new tensors, against what PyTorch returns."""
+"""Linearity and new tensors as the operator table has them, against what PyTorch returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each lookup says of itself, against the elements that the operator itself returns."""
+"""The row of each lookup, against the elements that the operator itself returns."""
 
 from __future__ import annotations
 

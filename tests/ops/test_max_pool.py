@@ -49,7 +49,7 @@ def with_gradient(function: Any, x: Tensor, sent: Tensor | None = None) -> tuple
 @pytest.mark.parametrize("kind", IMAGES)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_operator_takes_what_eager_takes(name: str, kind: str) -> None:
-    """Of equal elements the first, of several NaN the last, of only -inf the first inside the image."""
+    """Both take the first of equal elements, the last of several NaN, and the first -inf inside the image."""
     geometry = GEOMETRIES[name]
     for shape in ((2, 3, 7, 9), (3, 8, 10)):
         x = IMAGES[kind](*shape).double()

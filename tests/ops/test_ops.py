@@ -142,7 +142,7 @@ def check(spec: OpSpec, values: dict[str, Any]) -> None:
 
 
 def magnitude(spec: OpSpec, values: dict[str, Any], truth: torch.Tensor) -> torch.Tensor:
-    """What a relative error refers to: in a sum, whose terms may cancel, the terms."""
+    """Return the magnitude to which a relative error refers: in a sum, whose terms may cancel, the terms'."""
     if spec.target.overloadpacket not in SUMS:
         return truth.abs().nan_to_num()
     if spec.target is torch.ops.aten.addcdiv.default:
@@ -257,9 +257,9 @@ ROUGH = [
 
 @pytest.mark.parametrize(("spec", "form", "allowed"), ROUGH)
 def test_expressions_of_16_bits(spec: OpSpec, form: str, allowed: float) -> None:
-    """What a row promises of its faster forms, relative to normal results, and the same NaN and infinities.
+    """A row's faster forms keep its bound relative to normal results, and have the same NaN and infinities.
 
-    The formula, that is: the interpreter computes the hardware's approximate functions exactly.
+    The test is of the formula: the interpreter computes the hardware's approximate functions exactly.
     """
     magnitudes = torch.logspace(-6, 1, 200)
     x = torch.cat([magnitudes, -magnitudes, edges(torch.float32, 0)])
@@ -281,7 +281,8 @@ OPINFOS = [info for info in op_db if info.name in NAMES or info.aten_name in NAM
 
 @pytest.mark.parametrize("info", OPINFOS, ids=lambda info: info.formatted_name)
 def test_opinfo(info: Any) -> None:
-    """What PyTorch tests an operator with: broadcasts, non-contiguous, 0-d and empty tensors, all scalars."""
+    """Run PyTorch's own samples of an operator: broadcasts, non-contiguous, 0-d and empty tensors, all
+    scalars."""
     for dtype in {torch.float32, torch.bfloat16, torch.int64, torch.bool} & info.dtypes:
         recorder = Recorder()
         with recorder:
@@ -355,7 +356,8 @@ def test_an_expression_has_the_dtype_of_its_result(dtype: torch.dtype) -> None:
 
 
 def mixes(names: list[str]) -> list[list[str]]:
-    """Which operands may be numbers in the text: none, one of several, all that a condition chooses."""
+    """Return the lists of operands that may be numbers in the text: none, one of several, all that a
+    condition chooses."""
     chosen = [name for name in names if name not in CONDITIONS]
     return [[], *([name] for name in names if len(names) > 1), *([chosen] if chosen != names else [])]
 

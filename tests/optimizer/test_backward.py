@@ -76,7 +76,7 @@ def test_kernels_and_a_compiled_model() -> None:
 
 
 def test_gradients_are_freed_on_the_way() -> None:
-    """Of ten layers' gradients never more than a bucket's are alive beside the one that is made."""
+    """At most a bucket's gradients of ten layers are alive beside the one that is computed."""
     layers = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(10)))
     optimizer = SGD(layers.parameters(), lr=1e-3)
     most: list[int] = []
@@ -450,7 +450,8 @@ def test_a_gradient_that_was_alone_and_is_not_is_an_error() -> None:
 
 
 def test_what_asks_for_gradients_updates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a backward that has handed gradients on before; of `inputs=` those among them do so again."""
+    """`autograd.grad` updates nothing, even after steps that did; `backward(inputs=)` updates its inputs
+    alone."""
     monkeypatch.setattr(backward, "BUCKET_BYTES", 1)
     watched = Watched(monkeypatch)
     model = Layers().double()

@@ -206,7 +206,7 @@ def test_tied_parameters_are_updated_once() -> None:
 
 
 def test_a_first_step_goes_one_way_whatever_fused_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By foreach on a GPU, whose last digits are not those of the for-loop."""
+    """The first step runs by foreach on a GPU, whose last digits are not those of the for-loop."""
     monkeypatch.setattr(optimizer_module, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"])
     taken: list[str] = []
     for way in ("_single_tensor_adam", "_multi_tensor_adam"):
@@ -356,7 +356,8 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_is_seen(change: Callable[[nn.Module, Optimizer], None]) -> None:
-    """What is the same at each step is found out once; whatever of it a user changes counts at the next."""
+    """Facts that are the same at each step are computed once; a change by the user counts at the next
+    step."""
     pairs = two(Sizes(), lambda p: AdamW(p, lr=0.02, weight_decay=0.05), Sizes.groups)
     fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
     take_steps(pairs, 5, lambda step, *pair: change(*pair) if step == 3 else None, all_of_them=True)

@@ -32,7 +32,7 @@ KILLED_AT, LAST = (12, 25), 40  # steps after which a process is killed, and the
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of tensors this small more threads wait for each other."""
+    """Use one thread: with tensors this small more threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -137,7 +137,7 @@ def test_kernels_over_two_hundred_steps(name: str) -> None:
 
 
 def moments(training: Training, number: int) -> Iterator[str]:
-    """Where a user may save within a step."""
+    """Yield at each moment of a step at which a user may save."""
     x, wanted = batch_of(number)
     yield "before the forward"
     loss = (training.model(x) - wanted).square().mean()
@@ -152,7 +152,7 @@ def moments(training: Training, number: int) -> Iterator[str]:
 
 @pytest.mark.parametrize("when", ["step", "backward", "forward"])
 def test_a_checkpoint_of_any_moment_is_whole(when: str) -> None:
-    """What is saved is the state after some number of steps, of parameters and optimizer alike."""
+    """A checkpoint holds the state after some number of steps, of parameters and optimizer alike."""
     start = model_of()
     ours, eager = (Training(OPTIMIZERS["adamw"], w, "eager", start) for w in (when, None))
     known: list[dict[str, Tensor]] = []

@@ -166,7 +166,7 @@ def rewritten(code: Code, *args: Tensor) -> tuple[Any, str]:
 
 
 def assert_equal_like_a_rewrite(code: Code, args: tuple[Tensor, ...], domain: Any = (-8.0, 8.0)) -> None:
-    """By the check that a user's rewrites pass: numbers of every kind, in float64 and in their dtype."""
+    """Run the check that a user's rewrites pass: numbers of every kind, in float64 and in their dtype."""
     graphs: dict[tuple[torch.Size, ...], Any] = {}
     for factor in (1, 3):
         sized = [a.new_zeros([s if s == 1 else s * factor for s in a.shape]) for a in args]

@@ -91,7 +91,7 @@ def distilled(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
 
 
 def log_probabilities(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    """Of each sequence."""
+    """Return the log-probability of each sequence."""
     log_p = F.linear(x, w).float().log_softmax(-1)
     each = log_p.gather(-1, t.clamp(0).unsqueeze(-1)).squeeze(-1)
     return (each * (t >= 0)).sum(-1)
@@ -251,7 +251,7 @@ def test_backward_may_run_twice() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tied weights (gpt2) and with a bias (bert); the logits that a model returns beside its loss are
+    """Weights are tied (gpt2) or have a bias (bert). Models that return logits beside the loss are
     refused."""
     for config in (models._DECODER, models._ENCODER):
         monkeypatch.setitem(config, "vocab_size", 448)
@@ -452,7 +452,7 @@ class Head(nn.Module):
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of Llama-3 for 4 x 2048 tokens, 2.1 GB in bfloat16, and as much again for their gradient."""
+    """Llama-3's logits for 4 x 2048 tokens have 2.1 GB in bfloat16, and their gradient as much again."""
     monkeypatch.setattr(chunk, "LIMITS", Limits())
     vocabulary, hidden, rows = 128256, 2048, 4 * 2048
     with FakeTensorMode():

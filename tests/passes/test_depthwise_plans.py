@@ -1,4 +1,4 @@
-"""Which depthwise convolutions clusters hold, and those that stay calls of a library."""
+"""Depthwise convolutions that clusters hold, and those that stay calls of a library."""
 
 from __future__ import annotations
 

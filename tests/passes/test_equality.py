@@ -1,4 +1,4 @@
-"""What compile() takes for equal: rewrites that change a result are refused, others are taken."""
+"""The check of equality in compile(): rewrites that change a result are refused, others are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lowering takes into one loop nest, and what compiles although it looks hard."""
+"""Lowering: the ops that it takes into one loop nest, and models that compile although they look hard."""
 
 from __future__ import annotations
 

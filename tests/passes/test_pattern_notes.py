@@ -1,4 +1,4 @@
-"""What a plan says of the user's patterns, what `where=` is told, and what a pattern prints as."""
+"""The notes of a plan about the user's patterns, the arguments of `where=`, and the text of a pattern."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_what_is_around_pooling_is_in_its_nest(name: str, before: str, after: st
 @pytest.mark.parametrize("name", ["maximum", "place"])
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 1.0], ids=str)
 def test_maxima_take_what_eager_takes(name: str, value: float) -> None:
-    """Of equal elements the first, of several NaN the last, of only -inf the first inside the image."""
+    """Both take the first of equal elements, the last of several NaN, and the first -inf inside the image."""
     for case in pooling_cases(10):
         x, gradient = case.tensors(torch.float32)
         for share in (0.3, 1.0):

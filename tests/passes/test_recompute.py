@@ -1,4 +1,5 @@
-"""What clusters compute again rather than read, in the backward passes of batch norms with channels last."""
+"""Values that clusters compute again rather than read, in backward passes of batch norms with channels
+last."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_bounds_of_the_callers_are_kept(most: int, told: str) -> None:
 @pytest.mark.parametrize("least", [0, 1])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_rows_whose_number_is_data(least: int) -> None:
-    """Where there may be none, no row is the last one."""
+    """If there may be no rows, no row is the last one."""
 
     def f(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
         chosen = x[kept]

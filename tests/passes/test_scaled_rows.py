@@ -95,7 +95,8 @@ def test_values_and_gradients(function: Callable[..., Tensor], dtype: torch.dtyp
 
 
 def test_the_products_result_is_not_saved() -> None:
-    """Of a mixture of experts, whose largest tensor it is: the gradient of the factors reads the operand."""
+    """In a mixture of experts that result is the largest tensor: the gradient of the factors reads the
+    operand."""
     torch.manual_seed(0)
     model, batch = deepseek(2, 40, 32, 24, 8, 2)
     exact: nn.Module = deepseek(2, 40, 32, 24, 8, 2)[0].double()

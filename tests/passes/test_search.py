@@ -71,7 +71,7 @@ def test_greedy_reaches_the_optimum(function: Callable[..., tuple[torch.Tensor, 
 
 
 def shifted(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What reads shifted copies of itself, and these again: a value for each way to reach an element."""
+    """Multiply shifted copies of a value again and again: each way to reach an element has its own value."""
     for i in range(12):
         x = torch.roll(x, (i + 1, 2), (0, 1)) * x
     return (x, x + y)

@@ -196,7 +196,7 @@ class _Draft:
                 execute(line, scope, wide=number % 2 == 1)
 
     def _results(self) -> tuple[str, ...]:
-        """What no line reads, and now and then others: arguments, values twice."""
+        """Return the variables that no line reads, and now and then others: arguments, or values twice."""
         made = [line.split(" ")[0] for line in self.lines if _assigns(line)]
         read = names(line.split(" = ", 1)[-1] for line in self.lines)
         results = [name for name in made if name not in read]

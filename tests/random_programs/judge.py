@@ -97,9 +97,9 @@ def compiling_for(target: str) -> Generator[None]:
 
 
 def judge(program: Program, compile: Compile = compiled, seconds: float = 60) -> Verdict:
-    """What the compiled program does that eager does not, if anything.
+    """Compare the compiled program with eager, and return the verdict.
 
-    What AOTAutograd alone (the backend "aot_eager") cannot do, or does otherwise, does not apply.
+    A program that AOTAutograd alone (the backend "aot_eager") fails or gets wrong does not apply.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what eager warns of is no concern here
@@ -173,7 +173,7 @@ def _told(error: Exception) -> tuple[str, str]:
 
 
 def _places(error: Exception) -> str:
-    """Where an error passed through the compiler."""
+    """Return the lines of the compiler through which an error passed."""
     frames = traceback.extract_tb(error.__traceback__)
     return "\n".join(f"{f.filename}:{f.lineno} {f.line}" for f in frames if "/fusion_compiler/" in f.filename)
 

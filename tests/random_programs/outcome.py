@@ -1,4 +1,4 @@
-"""What a call of a program leaves behind, and how close that is to what it should leave."""
+"""The effects of calling a program, and how close they are to those that it should have."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def called(
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """What a quotient of integers and the like become."""
+    """Set the dtype of quotients of integers and the like."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

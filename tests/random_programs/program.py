@@ -195,8 +195,8 @@ def seeded(number: int) -> torch.Generator:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Of three or four dimensions, by the kernel that takes four with rows that are contiguous; a copy, as it
-    keeps its own result."""
+    """Attend in three or four dimensions by the kernel that takes four with contiguous rows. The result is a
+    copy, as the kernel keeps its own result."""
     missing = (1,) * (4 - query.dim())
     q, k, v = (x.contiguous().view(*missing, *x.shape) for x in (query, key, value))
     made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)

@@ -343,7 +343,7 @@ def factored(g: Draft, size: int) -> Shape:
 
 
 def movement(g: Draft) -> str | None:
-    """What copies: joins, pads, flips, repeats."""
+    """Draw a statement that copies: a join, pad, flip or repeat."""
     x = g.pick()
     if x is None:
         return None

@@ -21,8 +21,9 @@ A_PROCESS = 150  # programs, after which it is replaced: Dynamo and Triton never
 
 @dataclass(frozen=True)
 class Task:
-    """What is done with each seed. lines: of a program, at most; seconds: that it may take; schedules: its
-    nests run under any schedules, and not under the best; target: for which its kernels must compile."""
+    """The work for each seed. lines: most lines of a program; seconds: most time that it may take; schedules:
+    nests run under any schedules, and not under the best; target: the architecture for which kernels must
+    compile."""
 
     lines: int
     seconds: float

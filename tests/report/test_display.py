@@ -1,4 +1,4 @@
-"""What a notebook and an interactive session show of plans, reports and profiles."""
+"""Plans, reports and profiles in a notebook and in an interactive session."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class Counter(nn.Module):
 
 
 def _writers() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
-    """What writes into tensors that it holds: how it is called, and the tensors."""
+    """Return functions that write into tensors that they hold: each with its arguments and those tensors."""
     held, parameter = torch.ones(3), nn.Parameter(torch.ones(5))
     parameter.grad = torch.full((5,), 0.1)
     optimizer = torch.optim.Adam([parameter])

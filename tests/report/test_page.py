@@ -453,7 +453,7 @@ class Block(nn.Module):
 
 @pytest.fixture(scope="module")
 def real() -> dict[str, Any]:
-    """What fc.explain reports of two blocks, forward and backward."""
+    """Return the report of two blocks, forward and backward, as fc.explain has it."""
     model = nn.Sequential(Block(), Block())
     return fc.explain(model, torch.empty(512, 64, requires_grad=True)).json()
 

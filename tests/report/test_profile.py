@@ -52,7 +52,7 @@ class Trace:
         self.add("user_annotation", name, start, end - start, thread, 0)
 
     def drawn(self, name: str, start: float, end: float) -> None:
-        """What the profiler shows of a range on the kernels' stream."""
+        """Add the record by which the profiler shows a range on the kernels' stream."""
         self.add("gpu_user_annotation", name, start, end - start, STREAM, 0)
 
     def kernel(

@@ -155,7 +155,7 @@ def test_a_refusal_by_cost_is_what_the_model_says() -> None:
 
 
 def test_bounds_are_bounds(report: fc.Report) -> None:
-    """What fusing could save at most is never more than the two take, nor less than nothing."""
+    """The bound on a fusion's saving is never more than the time of both clusters, nor negative."""
     for name, edges in report.edges.items():
         why = report.questions[name]
         for refused in edges:

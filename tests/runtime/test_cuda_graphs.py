@@ -1,4 +1,4 @@
-"""Which graphs are recorded as CUDA graphs, why others are not, and what the recordings are told."""
+"""Recording as CUDA graphs: the graphs that are recorded, the reasons for others, and the plan's notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each debug level prints, and what a dump holds."""
+"""The output of each debug level, and the files of a dump."""
 
 from __future__ import annotations
 

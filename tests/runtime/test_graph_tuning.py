@@ -74,7 +74,7 @@ class Graph:
         return x, y
 
     def programs(self) -> int:
-        """Of a launch."""
+        """Run the graph, and return the number of programs of its last launch."""
         (result,) = self([torch.full((N,), 2.0), torch.full((N,), 4.0)])
         assert bool((result == 7).all())
         return self.gpu.launched[-1][1][0]
@@ -182,7 +182,7 @@ def test_what_one_gains_by_another_is_found() -> None:
 
 
 def test_it_begins_with_those_that_load_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which pays where others do too; what had no turn stays what was fastest alone."""
+    """Early loads pay if the neighbours use them too; a launch without a turn keeps its fastest program."""
     taken = {(8, 8): 100.0, (4, 8): 101.0, (8, 4): 101.0, (4, 4): 80.0}
     assert Pair(taken).tune() == (8, 8)
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks or gets wrong, put right: against float64 and against eager."""
+"""Corrections of Triton's interpreter, against float64 and against eager."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(model: Any) -> list[bool]:
-    """Of each graph, whether its plan came from disk."""
+    """Return for each graph whether its plan came from disk."""
     return ["planned from disk" in p.notes["seconds"] for p in model.plan]
 
 

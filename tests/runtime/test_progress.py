@@ -1,4 +1,4 @@
-"""What a terminal sees of a compilation: its states in order, nothing in the end; others see nothing."""
+"""The progress line in a terminal: its states in order, and nothing in the end; other outputs see nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """What is to be read on it: lines, as escapes and carriage returns leave them."""
+        """Return the lines that can be read on the screen, after escapes and carriage returns."""
         lines: list[str] = [""]
         row = column = 0
         for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.|\n", self.getvalue()):

@@ -214,7 +214,7 @@ def test_a_cluster_that_does_not_fit_runs_eager_with_one_warning(
 
 @dataclass
 class FullGpu(FakeGpu):
-    """Has room for `room` more tensors, and for any number where that is None."""
+    """A GPU with room for `room` more tensors, or for any number if it is None."""
 
     room: int | None = None
 

@@ -1,4 +1,4 @@
-"""What legality allows is what schedules can run: for every device, at every width of a row."""
+"""Legality allows only what schedules can run: for every device, at every width of a row."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_ranking_is_held_to_what_was_timed(tmp_path: Path, capsys: pytest.Capt
 
 
 def kernels_of(compiled: Compiled) -> tuple[Kernel, ...]:
-    """Those of its only cluster."""
+    """Return the kernels of its only cluster."""
     (runner,) = compiled.compiler.runners.values()
     return runner.candidates[0].kernels
 
@@ -242,7 +242,7 @@ def test_rows_that_do_not_exist_add_nothing_to_sums_over_rows() -> None:
 
 @pytest.mark.parametrize(("inside", "at_once"), [(64, True), (48, True), (49, False)])
 def test_a_value_of_some_rows_and_columns_is_loaded_once_for_them(inside: int, at_once: bool) -> None:
-    """Where blocks of rows cross from one such value to the next it is gathered, and not copied ahead."""
+    """If blocks of rows cross from one such value to the next, it is gathered and not copied ahead."""
 
     def fn(x: Tensor, mean: Tensor) -> Tensor:
         return (x.unflatten(-1, (4, 6)) - mean[:, None, :, None]).abs().sum((0, 1))
