@@ -97,10 +97,10 @@ def node_text(loops: LoopNest, node: Node) -> str:
             over = " and ".join(loops.axes[k].name for k in sorted(node.axes))
             return f"{node.combine} of {node.operand} over {over}"
         case Compute():
-            given = [
+            operands = [
                 (n, a) for n, a in node.operands if isinstance(a, Value | int | float) and a is not False
             ]
-            shown = (str(a.node) if isinstance(a, Value) else f"{n}={a}" for n, a in given)
+            shown = (str(a.node) if isinstance(a, Value) else f"{n}={a}" for n, a in operands)
             return f"{node.target._opname}({', '.join(shown)})"
         case _:
             return type(node).__name__

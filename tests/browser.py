@@ -36,11 +36,11 @@ def chromium() -> Iterator[Any]:
     except ImportError:
         _missing("needs Playwright: pip install -e '.[dev]'")
         raise
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
         _missing(f"needs one of {', '.join(NAMES)} on the PATH: apt-get install chromium")
     with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=found, args=[*FLAGS])
+        launched = playwright.chromium.launch(executable_path=path, args=[*FLAGS])
         yield launched
         launched.close()
 

@@ -66,10 +66,10 @@ def draw(random_: random.Random) -> tuple[str, Function, Layout, torch.dtype]:
     return f"{name} over {dims}", function, (tuple(shape), tuple(strides)), random_.choice(DTYPES)
 
 
-def predicted(function: Function, layout: Layout, dtype: torch.dtype, known: bool) -> tuple[float, float]:
+def predicted(function: Function, layout: Layout, dtype: torch.dtype, static: bool) -> tuple[float, float]:
     """Microseconds of our kernels, and of eager's."""
     torch._dynamo.reset()
-    fast = fc.compile(function, backend="eager", device="h200", dynamic=not known)
+    fast = fc.compile(function, backend="eager", device="h200", dynamic=not static)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fast(torch.empty_strided(*layout, dtype=dtype))
     clusters = [cluster for plan in fast.plan for cluster in plan.clusters]
@@ -84,8 +84,8 @@ def main() -> int:
     random_, cliffs = random.Random(options.seed), list[tuple[float, str]]()
     for _ in range(options.count):
         name, function, layout, dtype = draw(random_)
-        ours, eager = predicted(function, layout, dtype, known=True)
-        unknown, _ = predicted(function, layout, dtype, known=False)
+        ours, eager = predicted(function, layout, dtype, static=True)
+        unknown, _ = predicted(function, layout, dtype, static=False)
         text = f"{name} {dtype} {layout}: {ours:.1f} us, eager {eager:.1f}, of unknown sizes {unknown:.1f}"
         ratio = max(ours / eager, unknown / max(ours, eager)) if eager else 0.0
         if ratio >= LISTED:

@@ -68,10 +68,10 @@ class Dag:
     def tensors(self) -> list[Tensor]:
         """Integers of both signs, halves among the floats; the same for the same DAG."""
         generator = torch.Generator().manual_seed(len(self.steps))
-        return [made(shape, dtype, form, generator) for shape, dtype, form in self.inputs]
+        return [tensor_of(shape, dtype, form, generator) for shape, dtype, form in self.inputs]
 
 
-def made(shape: tuple[int, ...], dtype: str, form: str, generator: torch.Generator) -> Tensor:
+def tensor_of(shape: tuple[int, ...], dtype: str, form: str, generator: torch.Generator) -> Tensor:
     def numbers(sizes: tuple[int, ...]) -> Tensor:
         x = torch.randint(-6, 7, sizes, generator=generator)
         return (x / 2 if dtype in FLOATS else x).to(NAMES[dtype])
@@ -138,10 +138,10 @@ def dags(
     inputs: list[tuple[tuple[int, ...], str, str]] = []
     floats = draw(st.sampled_from((("float32",), ("float32",), FLOATS if not shapes else ("float32",))))
     for number in range(draw(st.integers(1, 3))):
-        own = shape if number == 0 else draw(_broadcastable(shape))
+        input_shape = shape if number == 0 else draw(_broadcastable(shape))
         kinds = floats if differentiable or number == 0 else (*floats, *floats, "int64", "boolean")
         form = draw(st.sampled_from(("plain", "plain", "transposed", "sliced", "expanded", "offset")))
-        inputs.append((own, draw(st.sampled_from(kinds)), form))
+        inputs.append((input_shape, draw(st.sampled_from(kinds)), form))
     dag = Dag(tuple(inputs), (), ())
     real = dag.tensors()
     made_of = [Value(tuple(x.shape), x.dtype, True, 6) for x in real]

@@ -26,16 +26,16 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def best_us(search: Search) -> float:
     """The least predicted time of any legal, acyclic grouping of the candidates that `search` starts with."""
     base = dict(search.candidates)
-    known: dict[frozenset[int], Candidate | None] = {}
+    unions: dict[frozenset[int], Candidate | None] = {}
 
     def joined(group: list[int]) -> Candidate | None:
         key = frozenset(group)
-        if key not in known:
+        if key not in unions:
             try:
-                known[key] = search.pool.union(base[g] for g in group)
+                unions[key] = search.pool.union(base[g] for g in group)
             except Illegal:
-                known[key] = None
-        return known[key]
+                unions[key] = None
+        return unions[key]
 
     best = float("inf")
     for grouping in partitions(sorted(base)):

@@ -54,8 +54,8 @@ class FakeGpu:
         return self.stream
 
     def empty(self, shape: Any, stride: Any, dtype: torch.dtype, /) -> torch.Tensor:
-        made = torch.empty_strided(shape, stride, dtype=dtype)
-        return made.fill_(3)  # nobody may rely on fresh memory
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        return tensor.fill_(3)  # nobody may rely on fresh memory
 
     def follow(self, stream: int, /) -> None:
         assert self.turn.locked()
@@ -75,8 +75,8 @@ class FakeGpu:
         self.loaded.append(build)
         types = [kind for _, kind in build.signature]
 
-        def run(*given: Any, as_name: str = build.name) -> None:
-            grid, stream, (function, packed, *hooks), arguments = given[:3], given[3], given[4:9], given[9:]
+        def run(*args: Any, as_name: str = build.name) -> None:
+            grid, stream, (function, packed, *hooks), arguments = args[:3], args[3], args[4:9], args[9:]
             assert (function, packed, hooks) == ("function", "packed", [None, None, None])
             for position in build.divisible:
                 assert arguments[position] % 16 == 0, build.signature[position]

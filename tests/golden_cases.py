@@ -101,13 +101,13 @@ def plan_text(name: str) -> str:
 
 def programs_of(name: str) -> list[Program]:
     """The first candidate of every distinct cluster of a case, in the order in which they run."""
-    found: dict[object, Program] = {}
+    programs: dict[object, Program] = {}
     for plan in plans_of(name):
         for cluster in execution_order(plan):
             key = canonical(cluster, plan.dag)
-            if key not in found:
-                found[key] = emit_cluster(key, cluster, plan.dag, device_spec(DEVICE))[0]
-    return list(found.values())
+            if key not in programs:
+                programs[key] = emit_cluster(key, cluster, plan.dag, device_spec(DEVICE))[0]
+    return list(programs.values())
 
 
 # -- kernels as text and back -------------------------------------------------------------------------

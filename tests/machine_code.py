@@ -162,20 +162,20 @@ def main() -> int:
     parser.add_argument("--filter", default="", help="cases and kernels that match this regular expression")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--benchmarks", action="store_true", help="the kernels of `benchmarks kernels`")
-    given = parser.parse_args()
+    options = parser.parse_args()
     named: dict[str, Kernel] = {}
-    for name, kernel in benchmarked() if given.benchmarks else kernels():
-        if re.search(given.filter, name):
+    for name, kernel in benchmarked() if options.benchmarks else kernels():
+        if re.search(options.filter, name):
             number = sum(other.partition(" #")[0] == name for other in named)
             named[f"{name} #{number}" if number else name] = kernel
-    with ProcessPoolExecutor(given.jobs) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:
         now = dict(zip(named, pool.map(summary, named.values()), strict=True))
-    if not given.file.exists():
-        given.file.write_text(json.dumps(now, indent=1))
+    if not options.file.exists():
+        options.file.write_text(json.dumps(now, indent=1))
         print(f"{len(now)} kernels")
         return 0
-    every = json.loads(given.file.read_text())
-    before = {name: each for name, each in every.items() if re.search(given.filter, name)}
+    every = json.loads(options.file.read_text())
+    before = {name: each for name, each in every.items() if re.search(options.filter, name)}
     both = [name for name in before if name in now]
     others = {name: difference(before[name], now[name]) for name in both if before[name] != now[name]}
     for name, text in others.items():

@@ -45,7 +45,7 @@ class Nest:
             const, tuple((names.index(k) if isinstance(k, str) else ~k.node, c) for k, c in terms.items())
         )
 
-    def whole(self, axes: tuple[str, ...]) -> dict[str | Value, int]:
+    def strides_of(self, axes: tuple[str, ...]) -> dict[str | Value, int]:
         """Contiguous over the given axes."""
         sizes = [hint(self.axes[name][0]) for name in axes]
         return {name: prod(sizes[i + 1 :]) for i, name in enumerate(axes)}
@@ -70,7 +70,7 @@ class Nest:
         numel: int | None = None,
         within: Value | None = None,
     ) -> Value:
-        terms = self.whole(axes) if at is None else at
+        terms = self.strides_of(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
         inside = torch.float32 if dtype.is_floating_point and dtype.itemsize < 8 else dtype
         return self.push(Load(name, self.index(terms, const), within.node if within else None, inside))
@@ -86,7 +86,7 @@ class Nest:
         numel: int | None = None,
         within: Value | None = None,
     ) -> None:
-        terms = self.whole(axes) if at is None else at
+        terms = self.strides_of(axes) if at is None else at
         self.describe(name, terms, dtype, numel)
         self.stores.append(Store(name, self.index(terms, const), value.node, within.node if within else None))
 
@@ -121,7 +121,7 @@ class Nest:
 
     def random(self, *axes: str) -> Value:
         seed = self.load("seed", dtype=torch.int64, numel=1)
-        return self.push(Random(seed.node, self.index(self.whole(axes)), 0))
+        return self.push(Random(seed.node, self.index(self.strides_of(axes)), 0))
 
     def in_range(self, axis: str, low: int, high: int) -> Value:
         return self.push(InRange(self.index({axis: 1}), low, high))

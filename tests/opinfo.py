@@ -83,17 +83,17 @@ class Sample:
     def __call__(self, tensors: Iterator[Tensor]) -> list[Tensor]:
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
-        found = tree_leaves(self.process(self.info.op(*args, **kwargs)))
-        return [torch.view_as_real(t) if t.is_complex() else t for t in found if isinstance(t, Tensor)]
+        outputs = tree_leaves(self.process(self.info.op(*args, **kwargs)))
+        return [torch.view_as_real(t) if t.is_complex() else t for t in outputs if isinstance(t, Tensor)]
 
 
 def samples_of(info: Any, dtype: torch.dtype, most: int) -> list[Sample]:
-    made: list[Sample] = []
+    samples: list[Sample] = []
     differentiable = info.supports_autograd and dtype in info.backward_dtypes
     for number, sample in enumerate(opinfo_samples(info, dtype, most, differentiable)):
         leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
-        made.append(Sample(info, number, structure, tuple(leaves), sample.output_process_fn_grad))
-    return made
+        samples.append(Sample(info, number, structure, tuple(leaves), sample.output_process_fn_grad))
+    return samples
 
 
 # -- running --------------------------------------------------------------------------------------------
@@ -115,15 +115,15 @@ def evaluate(
     results = _split(flat, [len(flat)] if counts is None else counts)
     smooth = [r for r in flat if r.requires_grad and r.is_floating_point()]
     wanted = [
-        [x for x in group if x.requires_grad] if any(r.requires_grad for r in found) else []
-        for group, found in zip(leaves, results, strict=True)
+        [x for x in group if x.requires_grad] if any(r.requires_grad for r in outcomes) else []
+        for group, outcomes in zip(leaves, results, strict=True)
     ]
     gradients = [x for group in wanted for x in group]
     if smooth:  # cotangents are exact in every dtype
         weights = [((torch.arange(r.numel()) * 5 % 13 - 4) / 8).view(r.shape).to(r.dtype) for r in smooth]
-        found = torch.autograd.grad(smooth, gradients, weights, allow_unused=True)
-        given: Sequence[Tensor | None] = found
-        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(gradients, given, strict=True)]
+        outcomes = torch.autograd.grad(smooth, gradients, weights, allow_unused=True)
+        slopes: Sequence[Tensor | None] = outcomes
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(gradients, slopes, strict=True)]
     grouped = _split(gradients, [len(group) for group in wanted])
     return [[r.detach() for r in (*a, *b)] for a, b in zip(results, grouped, strict=True)]
 
@@ -134,10 +134,10 @@ def _split(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
 
 
 def _copy(x: Tensor, double: bool) -> Tensor:
-    made = copy.deepcopy(x.detach())  # of the storage: strides stay
+    copied = copy.deepcopy(x.detach())  # of the storage: strides stay
     if double and x.is_floating_point():
-        made = made.double()
-    return made.requires_grad_(x.requires_grad)
+        copied = copied.double()
+    return copied.requires_grad_(x.requires_grad)
 
 
 def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
@@ -152,7 +152,7 @@ def together(samples: Sequence[Sample]) -> Callable[..., list[Tensor]]:
 
 
 @dataclass(frozen=True)
-class Known:
+class Expected:
     """Eager's results for a sample, and the same in float64. count: how many of them are no gradients."""
 
     eager: list[Tensor]
@@ -172,7 +172,7 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def known_of(sample: Sample) -> Known | Outcome:
+def known_of(sample: Sample) -> Expected | Outcome:
     if any(t.layout is not torch.strided or t.is_complex() for t in sample.tensors):
         return Outcome("not applicable", "sparse or complex arguments")
     if sum(t.numel() for t in sample.tensors) > MOST_ELEMENTS:
@@ -194,72 +194,74 @@ def known_of(sample: Sample) -> Known | Outcome:
     truth = [t.double() if e.is_floating_point() else e for t, e in zip(truth, eager, strict=True)]
     finite = [t.double().abs().nan_to_num(0, 0, 0) for t in (*sample.tensors, *truth) if t.numel()]
     noise = 8 * torch.finfo(torch.float32).eps * max((t.max().item() for t in finite), default=0.0)
-    return Known(eager, truth, count, noise, draws.any)
+    return Expected(eager, truth, count, noise, draws.any)
 
 
-def compared(ours: Sequence[Tensor], known: Known) -> Outcome:
-    if len(ours) != len(known.eager):
-        return Outcome("wrong", f"{len(ours)} results and gradients, eager has {len(known.eager)}")
-    for number, (our, their, truth) in enumerate(zip(ours, known.eager, known.truth, strict=True)):
-        if number < known.count and strides(our) != strides(their):
+def compared(ours: Sequence[Tensor], expected: Expected) -> Outcome:
+    if len(ours) != len(expected.eager):
+        return Outcome("wrong", f"{len(ours)} results and gradients, eager has {len(expected.eager)}")
+    for number, (our, their, truth) in enumerate(zip(ours, expected.eager, expected.truth, strict=True)):
+        if number < expected.count and strides(our) != strides(their):
             laid = f"has strides {list(our.stride())}, eager's has {list(their.stride())}"
             return Outcome("wrong", f"result {number} of shape {list(our.shape)} {laid}")
-        if known.random:
+        if expected.random:
             mine, eagers = ((t.dtype, tuple(t.shape)) for t in (our, their))
             problem = None if mine == eagers else f"{mine}, eager has {eagers}"
         else:
-            problem = not_as_close(our, their, truth, known.noise)
+            problem = not_as_close(our, their, truth, expected.noise)
         if problem is not None:
-            what = "gradient" if number >= known.count else "result"
+            what = "gradient" if number >= expected.count else "result"
             return Outcome("wrong", f"{what} {number}: {' '.join(problem.split())[:300]}")
     return RIGHT
 
 
-def in_aot_eager(sample: Sample, known: Known) -> Outcome:
+def in_aot_eager(sample: Sample, expected: Expected) -> Outcome:
     """Return the outcome of a sample under AOTAutograd without any compiler behind it."""
 
     def as_it_is(gm: Any, example_inputs: Any) -> Any:
         return make_boxed_func(gm.forward)
 
     try:
-        (found,) = evaluate(aot_function(together([sample]), fw_compiler=as_it_is), [sample])
+        (results,) = evaluate(aot_function(together([sample]), fw_compiler=as_it_is), [sample])
     except Exception as error:
         return Outcome("error", _said(error))
-    return compared(found, known)
+    return compared(results, expected)
 
 
 Compile = Callable[[Callable[..., list[Tensor]]], Any]
 
 
-def judged(samples: Sequence[Sample], known: Sequence[Known], compile: Compile = Compiled) -> list[Outcome]:
+def judged(
+    samples: Sequence[Sample], expected: Sequence[Expected], compile: Compile = Compiled
+) -> list[Outcome]:
     """An outcome for each sample, of all in one graph if that goes well."""
     refused = ""
     try:
         compiled = compile(together(samples))
-        ours = evaluate(compiled, samples, [k.count for k in known])
-        found = [compared(o, k) for o, k in zip(ours, known, strict=True)]
+        ours = evaluate(compiled, samples, [k.count for k in expected])
+        outcomes = [compared(o, k) for o, k in zip(ours, expected, strict=True)]
         refused = refusals(compiled) if isinstance(compiled, Compiled) else ""
     except UnsupportedDtypeError as error:
-        found = [Outcome("not applicable", f"strict: {_said(error)}")]
+        outcomes = [Outcome("not applicable", f"strict: {_said(error)}")]
     except Exception as error:
-        found = [Outcome("error", _said(error))]
-    if len(samples) > 1 and (refused or any(o != RIGHT for o in found)):
-        return [judged([s], [k], compile)[0] for s, k in zip(samples, known, strict=True)]
-    if found[0].kind in ("wrong", "error") and (other := in_aot_eager(samples[0], known[0])) != RIGHT:
+        outcomes = [Outcome("error", _said(error))]
+    if len(samples) > 1 and (refused or any(o != RIGHT for o in outcomes)):
+        return [judged([s], [k], compile)[0] for s, k in zip(samples, expected, strict=True)]
+    if outcomes[0].kind in ("wrong", "error") and (other := in_aot_eager(samples[0], expected[0])) != RIGHT:
         return [Outcome("not applicable", f"aot_eager: {other.detail}")]
-    return [Outcome("fallback", refused) if refused and o == RIGHT else o for o in found]
+    return [Outcome("fallback", refused) if refused and o == RIGHT else o for o in outcomes]
 
 
 def refusals(compiled: Compiled) -> str:
     """Return the operators of the table that stayed ATen calls, and why, except those of complex numbers."""
-    found: set[str] = set()
+    reasons: set[str] = set()
     for plan in compiled.plans:
         for left in plan.leftovers:
             op = plan.dag.op(left.subject)
             metas = [m for n in (left.subject, *op.inputs) for m in plan.dag.op(n).outputs]
             if spec_of(op.target) is not None and not any(m.dtype.is_complex for m in metas):
-                found.add(f"{left.target}: {left.reason}")
-    return "; ".join(sorted(found))
+                reasons.add(f"{left.target}: {left.reason}")
+    return "; ".join(sorted(reasons))
 
 
 def _said(error: BaseException) -> str:
@@ -303,7 +305,7 @@ def swept(
     """
     if info.name in UNDEFINED or info.name.removeprefix("Tensor.") in UNDEFINED:
         return [Outcome("not applicable", "what it holds is not defined")]
-    found: dict[int, Outcome] = {}
+    outcomes: dict[int, Outcome] = {}
     samples: list[Sample] = []
     last = time.monotonic() + seconds
     try:
@@ -311,20 +313,20 @@ def swept(
             warnings.simplefilter("ignore")
             warnings.filterwarnings("error", ".*could not be compiled", FusionWarning)
             samples = chosen(info, dtype, most)
-            known = {s.number: known_of(s) for s in samples}
-            found = {n: k for n, k in known.items() if isinstance(k, Outcome)}
-            left = [(s, k) for s in samples if isinstance(k := known[s.number], Known)]
+            expected = {s.number: known_of(s) for s in samples}
+            outcomes = {n: k for n, k in expected.items() if isinstance(k, Outcome)}
+            left = [(s, k) for s in samples if isinstance(k := expected[s.number], Expected)]
             for start in range(0, len(left), TOGETHER):
                 if time.monotonic() > last:
                     raise OutOfTimeError
                 some, theirs = zip(*left[start : start + TOGETHER], strict=True)
-                found |= dict(zip((s.number for s in some), judged(some, theirs, compile), strict=True))
+                outcomes |= dict(zip((s.number for s in some), judged(some, theirs, compile), strict=True))
     except OutOfTimeError:
-        found |= {s.number: Outcome("not applicable", "time") for s in samples if s.number not in found}
+        outcomes |= {s.number: Outcome("not applicable", "time") for s in samples if s.number not in outcomes}
     except Exception as error:  # of PyTorch's own samples
         return [Outcome("not applicable", f"samples: {_said(error)}")]
     none = Outcome("not applicable", "time" if samples else "no samples")
-    return [found[n] for n in sorted(found)] or [none]
+    return [outcomes[n] for n in sorted(outcomes)] or [none]
 
 
 def swept_layouts(
@@ -368,35 +370,35 @@ def swept_errors(info: Any, most: int, seconds: float, seed: int) -> list[Outcom
     return [Outcome("not applicable", reason) if reason and o.kind == "wrong" else o for o in outcomes]
 
 
-def jobs(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[Outcome]]]]:
+def jobs(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], list[Outcome]]]]:
     """The name of each operator and dtype of a sweep, and what sweeps it."""
     for info in op_db:
-        if given.errors:
-            most = min(given.samples, opinfo_errors.MOST)
-            yield info.formatted_name, partial(swept_errors, info, most, given.seconds, given.seed)
+        if options.errors:
+            most = min(options.samples, opinfo_errors.MOST)
+            yield info.formatted_name, partial(swept_errors, info, most, options.seconds, options.seed)
             continue
-        for name in given.dtype or (DTYPES[:1] if given.layouts else DTYPES):
+        for name in options.dtype or (DTYPES[:1] if options.layouts else DTYPES):
             dtype = getattr(torch, name)
             if dtype not in info.dtypes:
                 continue
-            sweep = partial(swept, info, dtype, given.samples, given.seconds)
-            if given.layouts:
-                most = min(given.samples, opinfo_layouts.MOST)
-                sweep = partial(swept_layouts, info, dtype, most, given.seconds, given.seed)
+            sweep = partial(swept, info, dtype, options.samples, options.seconds)
+            if options.layouts:
+                most = min(options.samples, opinfo_layouts.MOST)
+                sweep = partial(swept_layouts, info, dtype, most, options.seconds, options.seed)
             yield f"{info.formatted_name} {name}", sweep
 
 
 def summary(records: Mapping[str, list[Outcome]]) -> str:
     """Totals, then every failure, then the reasons of what does not apply."""
-    outcomes = [o for found in records.values() for o in found]
-    totals = Counter(o.kind for o in outcomes)
-    lines = [f"{len(records)} operators and dtypes, {len(outcomes)} samples: " + ", ".join(
+    every = [o for group in records.values() for o in group]
+    totals = Counter(o.kind for o in every)
+    lines = [f"{len(records)} operators and dtypes, {len(every)} samples: " + ", ".join(
         f"{totals[kind]} {kind}" for kind in ("right", "wrong", "error", "fallback", "not applicable")
     )]  # fmt: skip
-    for name, found in records.items():
-        failed = Counter((o.kind, o.detail) for o in found if o.kind in ("wrong", "error", "fallback"))
+    for name, group in records.items():
+        failed = Counter((o.kind, o.detail) for o in group if o.kind in ("wrong", "error", "fallback"))
         lines += [f"  {name}: {kind} x{count}: {detail}" for (kind, detail), count in failed.items()]
-    reasons = Counter(re.sub(r"\d+", "N", o.detail)[:90] for o in outcomes if o.kind == "not applicable")
+    reasons = Counter(re.sub(r"\d+", "N", o.detail)[:90] for o in every if o.kind == "not applicable")
     lines += ["not applicable:", *(f"  {n:5d} {reason}" for reason, n in reasons.most_common(40))]
     return "\n".join(lines)
 
@@ -414,29 +416,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for each operator and dtype")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resume", action="store_true", help="go on with what the JSON file lacks")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     records: dict[str, list[Outcome]] = {}
-    if given.resume and given.json and given.json.exists():
-        stored = json.loads(given.json.read_text(encoding="utf-8"))
-        records = {name: [Outcome(**o) for o in found] for name, found in stored.items()}
+    if options.resume and options.json and options.json.exists():
+        stored = json.loads(options.json.read_text(encoding="utf-8"))
+        records = {name: [Outcome(**o) for o in group] for name, group in stored.items()}
     started = time.monotonic()
-    for name, sweep in jobs(given):
-        if name in records or not re.search(given.filter, name):
+    for name, sweep in jobs(options):
+        if name in records or not re.search(options.filter, name):
             continue
-        if given.json:  # should it end the process, the next one begins behind it
-            _store(given.json, records | {name: [Outcome("error", "it ended the process")]})
+        if options.json:  # should it end the process, the next one begins behind it
+            _store(options.json, records | {name: [Outcome("error", "it ended the process")]})
         records[name] = sweep()
         counts = Counter(o.kind for o in records[name])
-        told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-        print(f"{time.monotonic() - started:7.0f} s  {name}: {told}", flush=True)
-        if given.json:
-            _store(given.json, records)
+        text = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        print(f"{time.monotonic() - started:7.0f} s  {name}: {text}", flush=True)
+        if options.json:
+            _store(options.json, records)
     print(summary(records))
-    return int(any(o.kind in ("wrong", "error", "fallback") for found in records.values() for o in found))
+    return int(any(o.kind in ("wrong", "error", "fallback") for group in records.values() for o in group))
 
 
 def _store(path: Path, records: Mapping[str, list[Outcome]]) -> None:
-    text = json.dumps({name: [asdict(o) for o in found] for name, found in records.items()}, indent=0)
+    text = json.dumps({name: [asdict(o) for o in outcomes] for name, outcomes in records.items()}, indent=0)
     path.write_text(text, encoding="utf-8")
 
 

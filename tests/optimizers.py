@@ -184,19 +184,19 @@ def fused_on(gpu: FakeGpu, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> f
 
 def values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Parameters and all of their state, by name."""
-    found = {name: param.detach() for name, param in model.named_parameters()}
+    all_ = {name: param.detach() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        found |= {f"{key} of {name}": torch.as_tensor(v) for key, v in optimizer.state.get(param, {}).items()}
-    return found
+        all_ |= {f"{key} of {name}": torch.as_tensor(v) for key, v in optimizer.state.get(param, {}).items()}
+    return all_
 
 
 def check(*pairs: Pair) -> None:
     """The first is the same as the second; where there is a third, as close to that as the second is."""
-    found = [values(*pair) for pair in pairs]
-    if len(found) == 3:
-        check_close(*found)
+    states = [values(*pair) for pair in pairs]
+    if len(states) == 3:
+        check_close(*states)
     else:
-        check_same(*found)
+        check_same(*states)
 
 
 def check_nearly(ours: Pair, eager: Pair) -> None:

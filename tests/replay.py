@@ -38,22 +38,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--texts", type=Path, help="a folder for the texts of those that changed")
-    given = parser.parse_args()
-    before = json.loads(given.file.read_text()) if given.file.exists() else {}
-    found: dict[str, str] = {}
+    options = parser.parse_args()
+    before = json.loads(options.file.read_text()) if options.file.exists() else {}
+    digests: dict[str, str] = {}
     changed = 0
     for name, text in kernels():
-        found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if before and before.get(name) != found[name]:
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if before and before.get(name) != digests[name]:
             changed += 1
             print(name)
-            if given.texts:
-                given.texts.mkdir(exist_ok=True)
-                (given.texts / f"{changed}.txt").write_text(f"{name}\n{text}\n")
+            if options.texts:
+                options.texts.mkdir(exist_ok=True)
+                (options.texts / f"{changed}.txt").write_text(f"{name}\n{text}\n")
     if not before:
-        given.file.write_text(json.dumps(found))
-    missing = before.keys() - found.keys()
-    print(f"{len(found)} programs, {changed} others than before, {len(missing)} missing")
+        options.file.write_text(json.dumps(digests))
+    missing = before.keys() - digests.keys()
+    print(f"{len(digests)} programs, {changed} others than before, {len(missing)} missing")
     return bool(changed or missing)
 
 

@@ -114,31 +114,31 @@ def _graph(phase: str, layers: int, measured: bool, tail: str) -> Json:
     }
     before = "x"  # an input of the graph: no op makes it
     for layer in range(layers):
-        made = {"before": before, "seed": "seed"}
+        results = {"before": before, "seed": "seed"}
         for part in LAYER:
-            made[part.name] = _add_part(graph, part, layer, made, measured, tail)
-        before = made["add"]
+            results[part.name] = _add_part(graph, part, layer, results, measured, tail)
+        before = results["add"]
     graph["calls"] = [_call(op) for op in graph["ops"] if op["unit"] is not None]
     return {**graph, "totals": _totals(graph)}
 
 
-def _add_part(graph: Json, part: Part, layer: int, made: Json, measured: bool, tail: str) -> str:
+def _add_part(graph: Json, part: Part, layer: int, results: Json, measured: bool, tail: str) -> str:
     """Adds a unit with its ops, a view before it, and its edges; returns the op that it stores."""
-    own = f"{part.name}_{layer}{tail}"
+    unit = f"{part.name}_{layer}{tail}"
     module = f"model.layers.{layer}.{part.module}".removesuffix(".")
     code = f"{part.name} = f(x){tail}"
-    source = {"module": module, "file": f"/home/me/{part.name}.py", "line": 10 + len(own), "code": code}
+    source = {"module": module, "file": f"/home/me/{part.name}.py", "line": 10 + len(unit), "code": code}
     first, *others = part.reads.split()
-    view = f"view_of_{own}"
-    graph["ops"].append(_op(view, "view", None, [made[first]], source))
-    inputs = [view, *(made[read] for read in others)]
-    names = [f"{own}_{target}_{i}" for i, target in enumerate(part.ops.split())]
+    view = f"view_of_{unit}"
+    graph["ops"].append(_op(view, "view", None, [results[first]], source))
+    inputs = [view, *(results[read] for read in others)]
+    names = [f"{unit}_{target}_{i}" for i, target in enumerate(part.ops.split())]
     for i, target in enumerate(part.ops.split()):
-        graph["ops"].append(_op(names[i], target, own, inputs if i == 0 else [names[i - 1]], source))
-    graph["units"].append(_unit(part, own, names, inputs, module, measured, tail))
+        graph["ops"].append(_op(names[i], target, unit, inputs if i == 0 else [names[i - 1]], source))
+    graph["units"].append(_unit(part, unit, names, inputs, module, measured, tail))
     for read in (first, *others):
         if read not in ("before", "seed"):
-            graph["edges"].append(_edge(f"{read}_{layer}{tail}", own, made[read], layer))
+            graph["edges"].append(_edge(f"{read}_{layer}{tail}", unit, results[read], layer))
     return names[-1]
 
 
@@ -177,12 +177,12 @@ def _call(op: Json) -> Json:
 
 
 def _unit(
-    part: Part, own: str, ops: list[str], inputs: list[str], module: str, measured: bool, tail: str
+    part: Part, name: str, ops: list[str], inputs: list[str], module: str, measured: bool, tail: str
 ) -> Json:
     cluster = part.sort == "cluster"
     us = 4.0 + len(ops) if cluster else 12.5
     return {
-        "name": own,
+        "name": name,
         "sort": part.sort,
         "class": part.group,
         "ops": ops,

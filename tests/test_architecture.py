@@ -45,11 +45,11 @@ SAID = {
 
 def walk_text() -> str:
     """Return the text between the page's marks."""
-    found = one_kernel.walk()
-    assert found.keys() == SAID.keys()
+    stages = one_kernel.walk()
+    assert stages.keys() == SAID.keys()
     blocks = [
         f"{textwrap.fill(SAID[stage][0], 110)}\n\n```{SAID[stage][1]}\n{text.strip()}\n```\n"
-        for stage, text in found.items()
+        for stage, text in stages.items()
     ]
     return "\n" + "\n".join(blocks) + "\n"
 

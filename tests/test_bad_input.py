@@ -62,14 +62,14 @@ def break_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_fallbacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Fills with the names of the clusters whose fx graphs are made from now on."""
-    made: list[str] = []
+    names: list[str] = []
 
     def counted(cluster: Cluster, dag: OpDag) -> Any:
-        made.append(cluster.name)
+        names.append(cluster.name)
         return subgraph(cluster, dag)
 
     monkeypatch.setattr(runners, "subgraph", counted)
-    return made
+    return names
 
 
 def train(model: Any, steps: int = 3) -> tuple[list[float], dict[str, Tensor], Tensor]:

@@ -110,10 +110,10 @@ def test_families_values_and_gradients_are_as_close_as_eagers(case: Case) -> Non
     inputs = case.inputs("cpu", quick=True, dtype=ON_CPU.get(case.name))
     truth = truth_of(case, inputs, case.differentiate)
     fast = fc.compile(case.without_randomness(), backend="interpret", strict=True)
-    made = leaves(inputs, case.differentiate)
-    results = run(fast, made, case.differentiate, truth.gradients, case.state)
-    found = zip(results, truth.eager, truth.exact, strict=True)
-    assert not [wrong for ours, eager, exact in found if (wrong := not_worse(ours, eager, exact))]
+    tensors = leaves(inputs, case.differentiate)
+    results = run(fast, tensors, case.differentiate, truth.gradients, case.state)
+    triples = zip(results, truth.eager, truth.exact, strict=True)
+    assert not [wrong for ours, eager, exact in triples if (wrong := not_worse(ours, eager, exact))]
 
 
 def test_a_copy_keeps_strides_and_offset() -> None:
@@ -151,10 +151,10 @@ def test_bytes_of_the_second_rms_norm_are_those_of_an_ideal_pair_of_kernels() ->
     rows, columns = 16, 256
     inputs = case.inputs("cpu", quick=True)
     outputs = case.fn(*inputs.values())
-    whole, vector = 2 * rows * columns, 2 * columns
-    assert case.forward_bytes(inputs, outputs) == 4 * whole + vector
+    matrix, vector = 2 * rows * columns, 2 * columns
+    assert case.forward_bytes(inputs, outputs) == 4 * matrix + vector
     # dy, dtotal, total and weight in; one gradient for both addends and the weight's out
-    assert case.backward_bytes(inputs, outputs) == 3 * whole + vector + whole + vector
+    assert case.backward_bytes(inputs, outputs) == 3 * matrix + vector + matrix + vector
 
 
 @pytest.mark.parametrize("workload", (*WORKLOADS, *NETS), ids=lambda w: w.name)
@@ -360,10 +360,10 @@ def test_ligers_kernels_are_found_in_a_folder_and_may_overwrite_what_they_are_gi
 
 def test_processes_get_ready_together_and_measure_one_by_one() -> None:
     tasks = [{"number": i, "prepares": 0.2 * (2 - i), "measures": 0.2} for i in range(3)]
-    found = list(in_turn("tests.turns", tasks, 60, jobs=2))
-    assert [f["number"] for f in found] == [0, 1, 2]
-    times = sorted((f["began"], f["done"]) for f in found)
-    assert all(one["done"] <= other["began"] for one, other in itertools.pairwise(found)), times
+    results = list(in_turn("tests.turns", tasks, 60, jobs=2))
+    assert [f["number"] for f in results] == [0, 1, 2]
+    times = sorted((f["began"], f["done"]) for f in results)
+    assert all(one["done"] <= other["began"] for one, other in itertools.pairwise(results)), times
 
 
 @pytest.mark.sample(2, group="long")
@@ -418,8 +418,8 @@ def test_steps_that_meet_their_bars() -> None:
     ],
 )
 def test_steps_that_miss_their_bars(changed: dict[str, float], missed: list[str]) -> None:
-    found = steps.missed([step_row(**changed)])
-    assert len(found) == len(missed) and all(b in a for a, b in zip(found, missed, strict=True)), found
+    failed = steps.missed([step_row(**changed)])
+    assert len(failed) == len(missed) and all(b in a for a, b in zip(failed, missed, strict=True)), failed
 
 
 def test_readme_quotes_the_results(tmp_path: Path) -> None:
@@ -555,9 +555,9 @@ def test_bars_of_optimizers() -> None:
     short["cells"]["ours, backward"] = {"ms": 10.0, "gpu_ms": 9.0, "peak_gb": 6.6, "gradients_gb": 1.5}
     slow = optimizer_row("ViT", **{"torch.compile": 10.0, "ours": 11.0, "for-loop": 15.0})
     update = {"case": "list", "phase": "AdamW", "cells": {"ours": {"ms": 1.0, "of copy": 0.9, "launches": 1}}}
-    found = {what: (value, met) for what, value, met in optimizer.bars([short, slow, update], "list")}
-    assert [met for _, met in found.values()] == [True, True, False, False, True]
-    assert [round(value, 2) for value, _ in found.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
+    bars = {what: (value, met) for what, value, met in optimizer.bars([short, slow, update], "list")}
+    assert [met for _, met in bars.values()] == [True, True, False, False, True]
+    assert [round(value, 2) for value, _ in bars.values()] == [1.3, 0.93, 0.91, 0.9, 0.5]
     text = optimizer.show([short, slow, update], "list")
     assert "3 of 5 bars met" in text and text.count("  met") == 3
     assert re.search(r"ViT, AdamW: x torch.compile and fused >= 1.0 +0.91  MISSED", text)
@@ -594,14 +594,14 @@ def test_a_decoding_step_is_measured_and_resumed(
 
 def test_bytes_of_a_token() -> None:
     """Weights once, of embeddings a row, of experts the chosen; the context's keys and values."""
-    made = {w.name.partition(",")[0]: w for w in DECODERS}
-    llama, _ = made["Llama-8B 8 layers"].make("cpu", quick=True)
+    by_name = {w.name.partition(",")[0]: w for w in DECODERS}
+    llama, _ = by_name["Llama-8B 8 layers"].make("cpu", quick=True)
     model: Any = llama
     weights = sum(p.nbytes for p in model.parameters())
     rotations = sum(b.nbytes for b in model.model.buffers())
     kept = 2 * 2 * 2 * 8 * 16 * 2  # layers, keys and values, heads, tokens, elements, bytes
     assert model.token_bytes() == weights + rotations + kept
-    mixtral: Any = made["Mixtral 4 layers"].make("cpu", quick=True)[0]
+    mixtral: Any = by_name["Mixtral 4 layers"].make("cpu", quick=True)[0]
     experts = sum(p.nbytes for p in mixtral.parameters() if p.dim() == 3)
     table = mixtral.model.get_input_embeddings().weight.nbytes
     rest = sum(p.nbytes for p in mixtral.parameters()) - experts - table
@@ -621,8 +621,8 @@ def test_a_decoder_is_rewound() -> None:
 
 def test_bars_of_decoding() -> None:
     def row(case: str, ours: float, peer: float, read: float) -> dict[str, Any]:
-        own = {"step_ms": ours, "gpu_ms": ours, "host_ms": 0.1, "token_bytes": read}
-        cells = {"ours": own, "graphs": {"step_ms": peer, "gpu_ms": peer}}
+        cell = {"step_ms": ours, "gpu_ms": ours, "host_ms": 0.1, "token_bytes": read}
+        cells = {"ours": cell, "graphs": {"step_ms": peer, "gpu_ms": peer}}
         return {"case": case, "phase": "token", "cells": cells}
 
     rows = [
@@ -630,9 +630,9 @@ def test_bars_of_decoding() -> None:
         row("Llama-1B, batch 8, one token", 0.8, 1.0, 2.4e9),
         row("Llama-1B int8, one token", 0.4, 1.2, 1.4e9),
     ]
-    found = {what: (value, met) for what, value, met in decode.bars(rows, 4.28e12)}
-    assert [met for _, met in found.values()] == [True, True, True, False, False, True, True]
-    assert found[f"{decode.FIRST}: of the copy bandwidth >= 0.8"][0] == pytest.approx(
+    bars = {what: (value, met) for what, value, met in decode.bars(rows, 4.28e12)}
+    assert [met for _, met in bars.values()] == [True, True, True, False, False, True, True]
+    assert bars[f"{decode.FIRST}: of the copy bandwidth >= 0.8"][0] == pytest.approx(
         2.4e9 / 0.7e-3 / 4.28e12
     )
     assert "5 of 7 bars met" in decode.show(rows, 4.28e12)

@@ -213,11 +213,11 @@ def test_rows_agree_with_datasheets():
 
 def test_the_device_is_named_once_for_all_models():
     x = torch.randn(2, 8)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
             fc.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))(x)
-    assert ["is on cpu" in str(w.message) for w in told] == [True]
+    assert ["is on cpu" in str(w.message) for w in warned] == [True]
 
 
 def test_a_filter_that_raises_the_warning_raises_it_for_every_model():

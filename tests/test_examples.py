@@ -126,7 +126,7 @@ def test_gpt2_learns_to_count() -> None:
 
 
 def test_an_optimizer_of_ones_own_is_one_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    assert own_optimizer.main() < 0.1  # of a sine's mean square, .5
+    assert own_optimizer.main() < 0.1  # of a sine's mean square, 0.5
     out = capsys.readouterr().out
     assert "Lion: 1 kernel for 6 parameters" in out
     assert "def lion_block(" in out and "fm.sign(" in out

@@ -73,17 +73,17 @@ def modules() -> dict[str, Path]:
 
 def imports_of(name: str, file: Path) -> set[str]:
     """Every module that `file` imports when it is loaded or called, or for types."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *base.split(".")]).rstrip(".")
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-    return found
+            imported |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return imported
 
 
 def room(name: str) -> str:
@@ -101,27 +101,27 @@ def test_the_links_at_the_top_are_links_to_the_package() -> None:
 
 
 def test_rooms_import_what_is_below_them() -> None:
-    known = modules()
+    files = modules()
     wrong = [
         f"{name} imports {other}"
-        for name, file in known.items()
+        for name, file in files.items()
         if room(name)
-        for other in sorted(imports_of(name, file) & known.keys())
+        for other in sorted(imports_of(name, file) & files.keys())
         if room(other) not in {"", "passes", room(name), *MAY_IMPORT.get(room(name), ())}
     ]
     assert not wrong
-    assert {room(name) for name in known} - {"", "passes"} == MAY_IMPORT.keys()
+    assert {room(name) for name in files} - {"", "passes"} == MAY_IMPORT.keys()
     rooms = nx.DiGraph((here, below) for here, others in MAY_IMPORT.items() for below in others)
     assert nx.is_directed_acyclic_graph(rooms)
 
 
 def test_imports_have_no_circle() -> None:
-    known = modules()
+    files = modules()
     graph = nx.DiGraph(
         (name, other)
-        for name, file in known.items()
+        for name, file in files.items()
         for other in imports_of(name, file)
-        if other in known and other not in (name, "fusion_compiler")
+        if other in files and other not in (name, "fusion_compiler")
     )
     circles = [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
     assert not circles

@@ -94,8 +94,8 @@ def assert_loss_is_that_of_its_logits(name: str, run: Run, batch: Batch) -> None
     if name in SHIFTED:
         logits, labels = logits[:, :-1], labels[:, 1:]
     rows = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
-    own = torch.finfo(loss.dtype).eps / 2 if loss.dtype is not torch.float32 else 0
-    allowed = (own + 2 * torch.finfo(torch.float32).eps) * place(rows.mean()) + own * place(rows).mean()
+    unit = torch.finfo(loss.dtype).eps / 2 if loss.dtype is not torch.float32 else 0
+    allowed = (unit + 2 * torch.finfo(torch.float32).eps) * place(rows.mean()) + unit * place(rows).mean()
     assert abs(loss.double() - rows.mean()) <= allowed
 
 
@@ -112,10 +112,10 @@ def assert_eager_ops_are_golden(
     Library calls and views are not listed. An op that appears here is a regression, or needs a reason that a
     reviewer takes.
     """
-    found = Counter(
+    counts = Counter(
         f"{plan.name}: {left.target}: {left.reason}" for plan in plans for left in eager_ops(plan)
     )
-    now = "".join(f"{line} x{number}\n" for line, number in sorted(found.items()))
+    now = "".join(f"{line} x{number}\n" for line, number in sorted(counts.items()))
     file = FOLDER / f"{name}.eager.txt"
     if request.config.getoption("--update-golden"):
         file.write_text(now, encoding="utf-8")
@@ -153,9 +153,9 @@ def test_results_and_every_gradient_are_as_close_as_eagers(
         assert ours.tensors.keys() == eager.tensors.keys() == truth.tensors.keys()
         assert_loss_is_that_of_its_logits(name, ours, batch)
         assert all(t.dtype == eager.tensors[n].dtype for n, t in ours.tensors.items())
-        found = ratios_to_eager(ours.tensors, eager.tensors, truth.tensors)
-        assert draws > 1 or not {n: r for n, r in found.items() if r > chance(truth.tensors[n])}
-        means.append(statistics.fmean(map(math.log, found.values())))
+        ratios = ratios_to_eager(ours.tensors, eager.tensors, truth.tensors)
+        assert draws > 1 or not {n: r for n, r in ratios.items() if r > chance(truth.tensors[n])}
+        means.append(statistics.fmean(map(math.log, ratios.values())))
     smooth_16_bits = draws == 1 and dtype is torch.bfloat16
     spread = SPREAD[name if draws > 1 else "smooth"] / math.sqrt(draws)
     assert statistics.median(means) <= (0 if smooth_16_bits else 2 * spread), [math.exp(m) for m in means]
@@ -163,20 +163,20 @@ def test_results_and_every_gradient_are_as_close_as_eagers(
         assert_eager_ops_are_golden(name, fast.plan, request)
     if draws == 1:
         fall_back(runners)
-        found = ratios_to_eager(step(fast, model, batch).tensors, eager.tensors, truth.tensors)
-        assert not {n: r for n, r in found.items() if r > chance(truth.tensors[n])}
+        ratios = ratios_to_eager(step(fast, model, batch).tensors, eager.tensors, truth.tensors)
+        assert not {n: r for n, r in ratios.items() if r > chance(truth.tensors[n])}
 
 
 def recorded_runners(monkeypatch: pytest.MonkeyPatch) -> list[Runner]:
     """Return a list that receives the runners of all compilations from now on."""
-    made: list[Runner] = []
+    recorded: list[Runner] = []
 
     def runner(*args: Any, **kwargs: Any) -> Runner:
-        made.append(Runner(*args, **kwargs))
-        return made[-1]
+        recorded.append(Runner(*args, **kwargs))
+        return recorded[-1]
 
     monkeypatch.setattr(runners, "Runner", runner)
-    return made
+    return recorded
 
 
 def loss_of(called: nn.Module, batch: Batch, seed: int) -> Tensor:

@@ -46,10 +46,10 @@ def run(
 
 def laid_out(model: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
     """A copy by rows: PyTorch's backward of channels-last group norms on a CPU reads where nothing is."""
-    own = copy.deepcopy(model)
-    for parameter in own.parameters():
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
         parameter.data = parameter.data.contiguous()
-    return own, {n: t.detach().contiguous().requires_grad_(t.requires_grad) for n, t in batch.items()}
+    return copied, {n: t.detach().contiguous().requires_grad_(t.requires_grad) for n, t in batch.items()}
 
 
 @pytest.mark.sample(4)

@@ -42,13 +42,13 @@ MODULES = modules()
 @functools.cache
 def defined(file: Path) -> frozenset[str]:
     """Return the names that a module defines at its top, and "Class.attribute" of its classes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
-        found |= set(names_of(node))
+        names |= set(names_of(node))
         if isinstance(node, ast.ClassDef):
             inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
-            found |= {f"{node.name}.{name}" for n in inner for name in names_of(n)}
-    return frozenset(found)
+            names |= {f"{node.name}.{name}" for n in inner for name in names_of(n)}
+    return frozenset(names)
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
@@ -101,9 +101,9 @@ def texts(file: Path) -> str:
         return text
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
-    found = [ast.get_docstring(node) or "" for node in nodes]
+    docstrings = [ast.get_docstring(node) or "" for node in nodes]
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join([*found, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
+    return "\n".join([*docstrings, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
 
 
 @pytest.mark.parametrize("file", [*PAGES, *SOURCES], ids=lambda f: str(f.relative_to(ROOT)))
@@ -129,5 +129,5 @@ def test_messages_name_files_that_exist() -> None:
 def test_imports_in_strings_and_pages_are_of_modules() -> None:
     """Code that another process runs, and the examples of the pages."""
     imported = re.compile(r"(?:from|import) (fusion_compiler(?:\.\w+)*)")
-    found = {(file.name, name) for file in (*SOURCES, *PAGES) for name in imported.findall(file.read_text())}
-    assert not sorted((file, name) for file, name in found if name not in MODULES)
+    named = {(file.name, name) for file in (*SOURCES, *PAGES) for name in imported.findall(file.read_text())}
+    assert not sorted((file, name) for file, name in named if name not in MODULES)

@@ -105,7 +105,8 @@ def test_sizes_of_other_schedules(dag: Dag) -> None:
 @given(dags())
 @profile(10)
 def test_symbolic_sizes(dag: Dag) -> None:
-    """Compiled for any size, at the sizes drawn and, where the program has a meaning there, at others."""
+    """The program is compiled for any size and runs at the drawn sizes and, where it has a meaning, at
+    others."""
     torch._dynamo.reset()
     fast = fc.compile(dag.function(), backend="interpret", strict=True, dynamic=True)
     fallback = fc.compile(dag.function(), backend="eager", strict=True, dynamic=True)
@@ -137,8 +138,8 @@ def test_values(dag: Dag) -> None:
 @pytest.mark.parametrize("schedules", [schedules_of, cramped])
 def test_reductions_of_one_element_are_that_element(schedules: Schedules) -> None:
     def fn(x: Tensor) -> Tensor:
-        whole = x.sum()
-        return whole.abs().sum() + whole + x
+        total = x.sum()
+        return total.abs().sum() + total + x
 
     for shape in ((5, 7), (300, 70)):
         x = torch.randn(shape)

@@ -109,7 +109,7 @@ def endless(fn: Function, dynamic: bool) -> Function:
 
 
 @pytest.mark.parametrize(
-    ("compiled", "given", "told"),
+    ("compiled", "drawn", "expected"),
     [
         (off_by(1e-4), SMOOTH, "wrong: v1"),
         (without_gradient, SMOOTH, "wrong: gradient of a0"),
@@ -121,8 +121,8 @@ def endless(fn: Function, dynamic: bool) -> Function:
         (endless, WRITING, "no end: after 1 seconds"),
     ],
 )
-def test_what_is_wrong_is_seen(compiled: Any, given: Program, told: str) -> None:
-    assert str(judge(given, compiled, seconds=1 if compiled is endless else 60)) == told
+def test_what_is_wrong_is_seen(compiled: Any, drawn: Program, expected: str) -> None:
+    assert str(judge(drawn, compiled, seconds=1 if compiled is endless else 60)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -163,7 +163,7 @@ def test_a_variance_in_float64_is_as_far_off_as_a_running_mean_makes_it() -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_roundings_are_right(dtype: str) -> None:
-    given = program(*SMOOTH.lines, "v2 = v1 == v1.amax(-1, True)", "v3 = v1 * v2", dtype=dtype)
+    drawn = program(*SMOOTH.lines, "v2 = v1 == v1.amax(-1, True)", "v3 = v1 * v2", dtype=dtype)
 
     def rounded(fn: Function, dynamic: bool) -> Function:
         def call(*args: Tensor) -> Any:
@@ -172,7 +172,7 @@ def test_other_roundings_are_right(dtype: str) -> None:
 
         return call
 
-    assert judge(given, rounded) == Verdict("right")
+    assert judge(drawn, rounded) == Verdict("right")
     assert judge(SMOOTH, off_by(1e-7)) == Verdict("right")
 
 
@@ -203,29 +203,29 @@ def test_attention_that_is_written_out_may_round_as_one_call() -> None:
     halves = (Input(i, shapes, "bfloat16", gradient=True) for i in (1, 2))
     inputs = (*halves, Input(3, shapes, "bfloat16", "normal", gradient=True))
     attention = "v0 = torch.softmax(a1 @ a2.mT * a1.shape[-1] ** -0.5, -1) @ a2"
-    given = Program(inputs, (attention, "v1 = torch.stack([v0, a3], 3)"), ("v1",))
-    assert judge(given, lambda fn, dynamic: given.fused_function) == Verdict("right")
-    assert judge(given, lambda fn, dynamic: fn) == Verdict("right")
-    assert judge(given, off_by(2**-3)).kind == "wrong"
+    drawn = Program(inputs, (attention, "v1 = torch.stack([v0, a3], 3)"), ("v1",))
+    assert judge(drawn, lambda fn, dynamic: drawn.fused_function) == Verdict("right")
+    assert judge(drawn, lambda fn, dynamic: fn) == Verdict("right")
+    assert judge(drawn, off_by(2**-3)).kind == "wrong"
 
 
 def test_a_query_that_is_no_number_may_get_zeros_or_none() -> None:
     """PyTorch's kernel for CPUs gives zeros."""
     shapes = ((2, 2, 32, 4),)
     inputs = tuple(Input(i, shapes, "float32", kind) for i, kind in enumerate(("special", "normal")))
-    given = Program(inputs, ("v0 = F.scaled_dot_product_attention(a0, a1, a1)",), ("v0",))
+    drawn = Program(inputs, ("v0 = F.scaled_dot_product_attention(a0, a1, a1)",), ("v0",))
 
     def written_out(fn: Function, dynamic: bool) -> Function:
         return lambda q, k: (torch.softmax(q @ k.mT / 2, -1) @ k,)
 
-    assert judge(given, written_out) == Verdict("right")
-    assert judge(given, lambda fn, dynamic: fn) == Verdict("right")
-    assert judge(given, lambda fn, dynamic: lambda q, k: (torch.zeros_like(q),)).kind == "wrong"
+    assert judge(drawn, written_out) == Verdict("right")
+    assert judge(drawn, lambda fn, dynamic: fn) == Verdict("right")
+    assert judge(drawn, lambda fn, dynamic: lambda q, k: (torch.zeros_like(q),)).kind == "wrong"
 
 
 def test_the_sign_of_what_is_not_a_number_is_nobodys() -> None:
     special = (Input(i, ((4, 64),), "float32", "special") for i in range(2))
-    given = Program(tuple(special), ("v0 = torch.copysign(a0 * 0 + 1, torch.maximum(a0, a1))",), ("v0",))
+    drawn = Program(tuple(special), ("v0 = torch.copysign(a0 * 0 + 1, torch.maximum(a0, a1))",), ("v0",))
 
     def otherwise(fn: Function, dynamic: bool) -> Function:
         def call(a: Tensor, b: Tensor) -> tuple[Tensor]:
@@ -234,7 +234,7 @@ def test_the_sign_of_what_is_not_a_number_is_nobodys() -> None:
 
         return call
 
-    assert judge(given, otherwise) == judge(given, lambda fn, dynamic: fn) == Verdict("right")
+    assert judge(drawn, otherwise) == judge(drawn, lambda fn, dynamic: fn) == Verdict("right")
 
 
 def test_fused_attention_is_that_of_contiguous_rows() -> None:
@@ -248,8 +248,8 @@ def test_fused_attention_is_that_of_contiguous_rows() -> None:
 def test_attention_that_is_written_out_may_be_written_into() -> None:
     inputs = tuple(Input(i, ((8, 4, 16),), "float32", "normal", gradient=True) for i in range(2))
     attention = "v0 = torch.softmax(a0 @ a1.mT * a0.shape[-1] ** -0.5, -1) @ a1"
-    given = Program(inputs, (attention, "v0[1:].mul_(2)"), ("v0",))
-    assert judge(given) == Verdict("right")
+    drawn = Program(inputs, (attention, "v0[1:].mul_(2)"), ("v0",))
+    assert judge(drawn) == Verdict("right")
 
 
 def test_the_query_of_attention_that_is_written_out_may_be_written_into() -> None:
@@ -257,34 +257,34 @@ def test_the_query_of_attention_that_is_written_out_may_be_written_into() -> Non
     shape = ((8, 4, 16),)
     inputs = Input(0, shape, "float16", "normal", gradient=True), Input(1, shape, "float16", "normal")
     attention = "v1 = torch.softmax(v0 @ a1.mT * v0.shape[-1] ** -0.5, -1) @ a1"
-    given = Program(inputs, ("v0 = a0 * 1", attention, "v0.mul_(2)"), ("v1",))
-    assert "attention" in given.fused_function.__code__.co_names
-    assert judge(given) == Verdict("right")
+    drawn = Program(inputs, ("v0 = a0 * 1", attention, "v0.mul_(2)"), ("v1",))
+    assert "attention" in drawn.fused_function.__code__.co_names
+    assert judge(drawn) == Verdict("right")
 
 
 def test_written_attention_of_drawn_programs_is_known() -> None:
     drawn = (draw(seed) for seed in range(500))
     written = [p for p in drawn if "torch.softmax(" in p.body and " @ " in p.body and ".mT" in p.body]
     assert written
-    for given in written:
-        assert "attention" in given.fused_function.__code__.co_names, given.body
+    for case in written:
+        assert "attention" in case.fused_function.__code__.co_names, case.body
 
 
 def test_what_aot_autograd_cannot_do_does_not_apply() -> None:
-    given = Program((Input(0, ((4, 6),), "float32", layout="expanded"),), ("a0.fill_(2)",), ("a0",))
-    assert judge(given, failing).kind == "does not apply"
+    drawn = Program((Input(0, ((4, 6),), "float32", layout="expanded"),), ("a0.fill_(2)",), ("a0",))
+    assert judge(drawn, failing).kind == "does not apply"
 
 
 def test_a_seed_is_a_program() -> None:
-    made = [draw(seed) for seed in range(20)]
-    assert made == [draw(seed) for seed in range(20)]
-    assert len({p.body for p in made}) == 20
-    assert {p.dynamic for p in made} == {True, False}
+    programs = [draw(seed) for seed in range(20)]
+    assert programs == [draw(seed) for seed in range(20)]
+    assert len({p.body for p in programs}) == 20
+    assert {p.dynamic for p in programs} == {True, False}
     scope: dict[str, Any] = {"__name__": "pasted"}
-    text = made[0].text()
+    text = programs[0].text()
     exec(text[: text.index("compiled = ")], scope)
     arguments = scope["ARGUMENTS"][0]()
-    results = scope["program"](*arguments), made[0].function(*made[0].arguments())
+    results = scope["program"](*arguments), programs[0].function(*programs[0].arguments())
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
@@ -294,6 +294,6 @@ def test_programs_that_fail_become_small() -> None:
         return Verdict("wrong", "v2") if "tanh" in p.body else Verdict("right")
 
     lines = ("v0 = a0 + a1", "a1.mul_(2)", "v1 = v0.reshape(-1)", "v2 = torch.tanh(v1)", "v3 = v2.sum() * a1")
-    given = program(*lines)
-    small = shrunk(given, verdict(given), verdict)
+    drawn = program(*lines)
+    small = shrunk(drawn, verdict(drawn), verdict)
     assert len(small.lines) == len(small.inputs) == 1 and "tanh" in small.lines[0]

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def net() -> tuple[Any, Net]:
-    """Compiled, and a plain twin."""
+    """Return a compiled model and a plain twin."""
     model = Net()
     return fc.compile(model, backend="interpret"), copy.deepcopy(model)
 
@@ -96,8 +96,8 @@ def test_copies(net: tuple[Any, Net], through: str) -> None:
 def test_hooks(net: tuple[Any, Net]) -> None:
     """Hooks of the module come before and after the first call; of a part, as for torch.compile, before
     it."""
-    told: list[list[Tensor]] = [[], []]
-    for model, log in zip(net, told, strict=True):
+    logs: list[list[Tensor]] = [[], []]
+    for model, log in zip(net, logs, strict=True):
         model.double()  # these hooks make of differences of float32 what is no difference of meaning
         model.register_forward_pre_hook(lambda m, args, log=log: log.append(args[0].detach()))
         model.register_forward_hook(lambda m, args, result: result * 2)
@@ -108,12 +108,12 @@ def test_hooks(net: tuple[Any, Net]) -> None:
     same(*net)
     for handle in removed:
         handle.remove()
-    for model, log in zip(net, told, strict=True):
+    for model, log in zip(net, logs, strict=True):
         model.first.weight.register_hook(lambda grad: grad * 5)
         model.first.bias.register_post_accumulate_grad_hook(lambda p, log=log: log.append(p.grad.clone()))
     same(*net)
-    assert len(told[0]) == 7
-    torch.testing.assert_close(*told, rtol=1e-4, atol=1e-4)
+    assert len(logs[0]) == 7
+    torch.testing.assert_close(*logs, rtol=1e-4, atol=1e-4)
 
 
 class LowRank(nn.Module):
@@ -132,9 +132,9 @@ def test_adapters_put_in_and_merged_after_compilation(net: tuple[Any, Net]) -> N
     same(*net)
     adapter = LowRank(nn.Linear(8, 8))
     for model in net:
-        own = copy.deepcopy(adapter)
-        own.base.load_state_dict(model.first.state_dict())
-        model.first = own
+        replacement = copy.deepcopy(adapter)
+        replacement.base.load_state_dict(model.first.state_dict())
+        model.first = replacement
     same(*net)
     assert net[0].first.base.weight.grad is None and net[0].first.up.weight.grad is not None
     for model in net:
@@ -228,18 +228,18 @@ def _called(m: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("whole", [True, False])
-def test_function_transforms(name: str, whole: bool) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_function_transforms(name: str, together: bool) -> None:
     """Transforms apply to a compiled module, and are compiled together with it."""
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(3, 8)
     want = FUNCTIONS[name](model, x)
-    if whole:
+    if together:
         got = fc.compile(lambda x: FUNCTIONS[name](model, x), backend="interpret")(x)
     else:
-        known = name == "functional_call"
+        supported = name == "functional_call"
         eager = pytest.warns(fc.FusionWarning, match=r"torch\.func\.|torch\.vmap|functorch")
-        with nullcontext() if known else eager:
+        with nullcontext() if supported else eager:
             got = FUNCTIONS[name](fc.compile(model, backend="interpret"), x)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

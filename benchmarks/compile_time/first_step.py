@@ -58,7 +58,7 @@ def workload_of(task: Mapping[str, Any]) -> Any:
     from benchmarks.models.workloads import WORKLOADS
 
     chosen = WORKLOADS[task["workload"]]
-    sizes, quick = ({**given, "layers": task["layers"]} for given in (chosen.sizes, chosen.quick))
+    sizes, quick = ({**fields, "layers": task["layers"]} for fields in (chosen.sizes, chosen.quick))
     return dataclasses.replace(chosen, sizes=sizes, quick=quick)
 
 

@@ -37,11 +37,11 @@ def rows_of(pattern: str) -> Iterator[dict[str, Any]]:
     """A row without figures for each model and depth whose name matches."""
     for model in MODELS:
         number = next(i for i, w in enumerate(WORKLOADS) if w.name.startswith(model))
-        own = WORKLOADS[number].sizes["layers"]
-        for layers in sorted({own, *DEPTHS}) if model == MODELS[0] else (own,):
+        depth = WORKLOADS[number].sizes["layers"]
+        for layers in sorted({depth, *DEPTHS}) if model == MODELS[0] else (depth,):
             name = f"{model.split()[0]}, {layers} layers"
             if re.search(pattern, name):
-                row = {"workload": name, "number": number, "layers": layers, "own": layers == own}
+                row = {"workload": name, "number": number, "layers": layers, "own": layers == depth}
                 yield row | {"cells": {}}
 
 
@@ -52,9 +52,9 @@ def measure(row: dict[str, Any], contender: str, options: argparse.Namespace) ->
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="compile-time-", ignore_cleanup_errors=True) as home:
         twice = [task | {"caches": home}] * len(KINDS)
-        found = zip(KINDS, in_turn("benchmarks.compile_time.first_step", twice, options.budget), strict=True)
+        cells = zip(KINDS, in_turn("benchmarks.compile_time.first_step", twice, options.budget), strict=True)
         row["cells"][contender] = {}
-        for kind, cell in found:
+        for kind, cell in cells:
             row["cells"][contender][kind] = cell
             print(f"  {contender} {kind}: {describe(cell)}", flush=True)
 
@@ -81,8 +81,8 @@ def bars(rows: Sequence[Row], key: str = WALL) -> Iterator[Bar]:
         share = over(seconds(row, "ours", kind), seconds(row, "compile", kind))
         yield from at_most(f"{row['workload']}, {kind}: of torch.compile's seconds", share, SHARE)
     named = {row["workload"]: row for row in rows}
-    own = next((r for r in rows if r["own"] and r["workload"].startswith("BERT")), None)
-    yield from at_most("BERT-large warm, seconds", seconds(own, "ours", "warm"), WARM_SECONDS)
+    bert = next((r for r in rows if r["own"] and r["workload"].startswith("BERT")), None)
+    yield from at_most("BERT-large warm, seconds", seconds(bert, "ours", "warm"), WARM_SECONDS)
     few, many = (seconds(named.get(f"BERT-large, {n} layers"), "ours", "cold") for n in (4, 32))
     yield from at_most("cold, 32 layers / 4 layers", over(many, few), DEEP)
 

@@ -79,8 +79,8 @@ class Int4Linear(nn.Module):
         self.register_buffer("scale", scale.to(of.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = torch.stack((self.weight & 15, self.weight >> 4), -1).flatten(1).to(x.dtype) - 8
-        return F.linear(x, (whole.unflatten(1, (-1, self.group)) * self.scale[..., None]).flatten(1))
+        unpacked = torch.stack((self.weight & 15, self.weight >> 4), -1).flatten(1).to(x.dtype) - 8
+        return F.linear(x, (unpacked.unflatten(1, (-1, self.group)) * self.scale[..., None]).flatten(1))
 
 
 def quantised(kind: int, batch: int, context: int, length: int, **shape: int) -> Built:

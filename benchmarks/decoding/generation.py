@@ -75,10 +75,10 @@ def seconds_of_the_loop(model: Any, prompt: torch.Tensor) -> float:
     size."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    whole = type(model).forward
+    original = type(model).forward
     ready = torch.randn(1, 1, model.config.vocab_size, device=prompt.device, dtype=model.dtype)
 
-    @functools.wraps(whole)  # generate looks at its signature
+    @functools.wraps(original)  # generate looks at its signature
     def forward(*_: Any, past_key_values: Any = None, **__: Any) -> Any:
         return CausalLMOutputWithPast(logits=ready, past_key_values=past_key_values)
 

@@ -65,17 +65,18 @@ def ratios_to_eager(
     in a loss with their signs, so that a ratio of two losses' errors says nothing.
     """
     largest = max((t.abs().max().item() for n, t in truth.items() if n.startswith("d ")), default=0.0)
-    found: dict[str, float] = {}
-    for name, given in truth.items():
-        true = given.double()
+    ratios: dict[str, float] = {}
+    for name, exact in truth.items():
+        true = exact.double()
         if true.numel() == 1:
             continue
         dtype = eager[name].dtype
         eps = torch.finfo(dtype).eps
         zero = name.startswith("d ") and true.abs().max().item() <= eps * largest
         floor = eps * largest / 12**0.5 if zero else rounding_floor(dtype, true)
-        found[name] = max(error_of(ours[name], true).rms, floor) / max(error_of(eager[name], true).rms, floor)
-    return found
+        our_error, eager_error = (error_of(result[name], true).rms for result in (ours, eager))
+        ratios[name] = max(our_error, floor) / max(eager_error, floor)
+    return ratios
 
 
 def chance(truth: Tensor) -> float:

@@ -205,7 +205,7 @@ def counter_of(device: torch.device) -> Callable[[], float] | None:
         return None
     handle = ctypes.c_void_p()
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    found = nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
+    available = nvml.nvmlInit_v2() == 0 and nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)) == 0
 
     def read() -> float:
         millijoules = ctypes.c_ulonglong()
@@ -214,7 +214,7 @@ def counter_of(device: torch.device) -> Callable[[], float] | None:
         return millijoules.value / 1e3
 
     try:
-        return read if found and read() > 0 else None
+        return read if available and read() > 0 else None
     except RuntimeError:
         return None
 

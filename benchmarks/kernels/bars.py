@@ -97,11 +97,11 @@ def _means(rows: Sequence[Row]) -> dict[str, float]:
 def _family(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     phases: dict[str, Any] = {}
     for phase in PHASES:
-        own = [r for r in rows if (family_of(r), r["phase"]) == (name, phase)]
-        held = [m for r in own if (m := met(r, rows)) is not None]
-        reached = geometric_mean(map(fraction, own))
-        if own:
-            phases[phase] = {"met": sum(held), "of": len(held), "fraction": reached, **_means(own)}
+        members = [r for r in rows if (family_of(r), r["phase"]) == (name, phase)]
+        held = [m for r in members if (m := met(r, rows)) is not None]
+        reached = geometric_mean(map(fraction, members))
+        if members:
+            phases[phase] = {"met": sum(held), "of": len(held), "fraction": reached, **_means(members)}
     return phases
 
 

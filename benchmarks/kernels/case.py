@@ -100,10 +100,10 @@ class Case:
     ) -> dict[str, Tensor]:
         """Fresh random inputs; floating ones in `dtype` (the case's own), layout as `make` gives it."""
         with torch.device(device):
-            made = self.make(**(self.quick if quick else self.sizes))
+            drawn = self.make(**(self.quick if quick else self.sizes))
         to = dtype or self.dtype
         return {
-            n: copy_of(t, to) if t.is_floating_point() and n not in self.wide else t for n, t in made.items()
+            n: copy_of(t, to) if t.is_floating_point() and n not in self.wide else t for n, t in drawn.items()
         }
 
     def forward_bytes(self, inputs: Mapping[str, Tensor], outputs: Outputs) -> int:

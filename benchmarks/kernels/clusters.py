@@ -249,8 +249,8 @@ def make_batch(batch: int, channels: int, side: int) -> dict[str, Tensor]:
 
 
 def make_statistics(**sizes: int) -> dict[str, Tensor]:
-    made = make_batch(**sizes)
-    return {n: made[n] for n in ("x", "mean", "variance")}
+    batch = make_batch(**sizes)
+    return {n: batch[n] for n in ("x", "mean", "variance")}
 
 
 def make_orders(batch: int, channels: int, side: int) -> dict[str, Tensor]:

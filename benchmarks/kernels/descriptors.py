@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import figure, geometric_mean, table
 from benchmarks.kernels import depthwise
-from benchmarks.kernels.schedules import Clock, Found, Search, clock_of, clusters_of
+from benchmarks.kernels.schedules import CapturedCluster, Clock, Search, clock_of, clusters_of
 from fusion_compiler.ir.dims import hint, product
 from fusion_compiler.ir.loops import Load
 from fusion_compiler.schedule.placement import Access, At, Place, Placement, Via
@@ -28,9 +28,9 @@ STAGES = 3
 LARGE = 4  # a buffer with at least this part of the largest one's elements is an image
 
 
-def boxed(found: Found, plain: Placement) -> tuple[list[Placement], list[str]]:
+def boxed(cluster: CapturedCluster, plain: Placement) -> tuple[list[Placement], list[str]]:
     """Return a placement with descriptors for its images, and why some have none."""
-    nest, buffers = found.key.nests[0], {b.name: b for b in found.key.buffers}
+    nest, buffers = cluster.key.nests[0], {b.name: b for b in cluster.key.buffers}
     sizes = {n.buffer: hint(product(buffers[n.buffer].shape)) for n in nest.nodes if isinstance(n, Load)}
     images = [name for name in sizes if LARGE * sizes[name] >= max(sizes.values())]
 
@@ -38,7 +38,7 @@ def boxed(found: Found, plain: Placement) -> tuple[list[Placement], list[str]]:
         return replace(plain, directives=(*plain.directives, *accesses), num_stages=stages)
 
     accesses = [Via(name, Access.DESCRIPTOR) for name in images]
-    reasons = {access: refusal(nest, through((access,)), buffers, found.device) for access in accesses}
+    reasons = {access: refusal(nest, through((access,)), buffers, cluster.device) for access in accesses}
     able = tuple(access for access, why in reasons.items() if why is None)
     has_loop = any(isinstance(d, At) and d.place is Place.LOOP for d in plain.directives)
     choices = itertools.product(dict.fromkeys((able[:1], able)), (1, STAGES) if has_loop else (1,))
@@ -46,16 +46,16 @@ def boxed(found: Found, plain: Placement) -> tuple[list[Placement], list[str]]:
     return variants, [why for why in reasons.values() if why is not None]
 
 
-def measured(found: Found, clock: Clock) -> list[dict[str, Any]]:
+def measured(cluster: CapturedCluster, clock: Clock) -> list[dict[str, Any]]:
     """Return a row for each placement: its time, the plain one's, and the largest relative error."""
     rows: list[dict[str, Any]] = []
-    for plain in [p for p in found.candidates if isinstance(p, Placement)][:PLACEMENTS]:
-        variants, reasons = boxed(found, plain)
+    for plain in [p for p in cluster.candidates if isinstance(p, Placement)][:PLACEMENTS]:
+        variants, reasons = boxed(cluster, plain)
         rows += [{"refused": why} for why in reasons]
         rows += [{"plain": plain, "placement": placement} for placement in (plain, *variants)]
-    search = Search(found, clock, limit=0)
+    search = Search(cluster, clock, limit=0)
     search.measure(dict.fromkeys(row["placement"] for row in rows if "placement" in row))
-    return [{"cluster": found.name} | timed(row, search) for row in rows]
+    return [{"cluster": cluster.name} | timed(row, search) for row in rows]
 
 
 def timed(row: dict[str, Any], search: Search) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def main(options: argparse.Namespace) -> Record:
             continue
         row = record.row({"case": case.name, "phase": "descriptors"}, clusters=[])
         try:
-            row["clusters"] = [r for found in clusters_of(case, options) for r in measured(found, clock)]
+            row["clusters"] = [r for cluster in clusters_of(case, options) for r in measured(cluster, clock)]
             row["best"] = best_ratios(row["clusters"])
         except Exception as error:
             row["failed"] = reason(error)

@@ -56,8 +56,8 @@ def run(
         with torch.no_grad():
             return (*as_tuple(fn(*inputs.values())), *(inputs[n] for n in state))
     outputs = as_tuple(fn(*inputs.values()))
-    found = torch.autograd.grad(outputs, [inputs[n] for n in wrt], gradients)
-    return (*(o.detach() for o in outputs), *(inputs[n] for n in state), *found)
+    slopes = torch.autograd.grad(outputs, [inputs[n] for n in wrt], gradients)
+    return (*(o.detach() for o in outputs), *(inputs[n] for n in state), *slopes)
 
 
 def leaves(
@@ -93,11 +93,11 @@ def truth_of(case: Case, inputs: dict[str, Tensor], wrt: Sequence[str]) -> Truth
 
 def entrants(case: Case, compilers: Mapping[str, Compile], liger: Any = None) -> Entrants:
     """Contender -> (how it compiles, what it compiles). liger: its functional module, or None."""
-    found: Entrants = {n: (c, case.fn) for n, c in compilers.items()}
-    own = case.liger
-    if own is not None and liger is not None:
-        found["liger"] = (lambda fn: fn, lambda *tensors: own(liger)(*tensors))
-    return found
+    entrants: Entrants = {n: (c, case.fn) for n, c in compilers.items()}
+    liger_of = case.liger
+    if liger_of is not None and liger is not None:
+        entrants["liger"] = (lambda fn: fn, lambda *tensors: liger_of(liger)(*tensors))
+    return entrants
 
 
 def measure(

@@ -40,14 +40,14 @@ def microseconds(case: Case, compile_: Compile, train: bool, device: torch.devic
     inputs = leaves(case.inputs(device, quick=True), case.differentiate if train else ())
     called = compile_(case.fn)
     wrt = [inputs[n] for n in case.differentiate]
-    given = tuple(inputs.values())
+    arguments = tuple(inputs.values())
     with torch.set_grad_enabled(train):
-        gradients = [torch.ones_like(o) for o in as_tuple(called(*given))]
+        gradients = [torch.ones_like(o) for o in as_tuple(called(*arguments))]
 
         def both() -> object:
-            return torch.autograd.grad(as_tuple(called(*given)), wrt, gradients)
+            return torch.autograd.grad(as_tuple(called(*arguments)), wrt, gradients)
 
-        return per_call(both if train else lambda: called(*given), device)
+        return per_call(both if train else lambda: called(*arguments), device)
 
 
 PARAMETERS = 16  # of the step that computes nothing: those of an encoder layer

@@ -122,17 +122,17 @@ def over_best(first: Sequence[float], tuned: Sequence[float], tuner: str) -> Sum
     }
 
 
-def summarize(found: Sequence[Choice]) -> Summary:
+def summarize(choices: Sequence[Choice]) -> Summary:
     """How good the first choices are and the best of the tuner's; ratios are to the best that was timed."""
-    first = [c.first / c.best for c in found if c.first is not None]
-    tuned = [c.tuned / c.best for c in found if c.tuned is not None]
+    first = [c.first / c.best for c in choices if c.first is not None]
+    tuned = [c.tuned / c.best for c in choices if c.tuned is not None]
     if not first:
         return {}
-    untimed = {"clusters": len(found), "first choices that were not timed": len(found) - len(first)}
+    untimed = {"clusters": len(choices), "first choices that were not timed": len(choices) - len(first)}
     return untimed | over_best(first, tuned, f"best of the first {TUNED}")
 
 
-def show(found: Sequence[Choice]) -> str:
+def show(choices: Sequence[Choice]) -> str:
     """The first choices that are not timed, or not as good as the best."""
     lines = [
         [
@@ -143,16 +143,16 @@ def show(found: Sequence[Choice]) -> str:
             min(c.times, key=c.times.__getitem__),
             figure(c.best, ".1f"),
         ]
-        for c in found
+        for c in choices
         if c.first is None or c.first > NEAR * c.best
     ]
     return table(["cluster [us]", "first choice", "", "tuned", "best found", ""], lines)
 
 
 def main(path: Path, cases: Iterable[Case], device: str = "h200") -> Summary:
-    found = list(choices(json.loads(path.read_text())["rows"], cases, device_spec(device)))
-    print(show(found))
-    summary = summarize(found)
+    measured = list(choices(json.loads(path.read_text())["rows"], cases, device_spec(device)))
+    print(show(measured))
+    summary = summarize(measured)
     for name, value in summary.items():
         print(f"{name}: {value:.4g}")
     return summary

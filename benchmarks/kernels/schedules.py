@@ -52,7 +52,7 @@ CLIMBED = 3  # of the best, whose neighbours are tried
 
 
 @dataclass
-class Found:
+class CapturedCluster:
     """A cluster with what its kernel is made from, and the arguments of its first call."""
 
     name: str
@@ -71,8 +71,8 @@ class Found:
 
     @functools.cached_property
     def grid(self) -> tuple[Schedule, ...]:
-        whole = grid(Analysis(self.key.nests[0]), self.device)
-        return tuple(dict.fromkeys((*self.candidates, *whole)))
+        every = grid(Analysis(self.key.nests[0]), self.device)
+        return tuple(dict.fromkeys((*self.candidates, *every)))
 
     def program(self, schedule: Schedule) -> Program | str:
         """The program under a schedule of the first loop nest, or why there is none."""
@@ -93,36 +93,36 @@ class Found:
 class Capturing(Runners):
     """Run every cluster by ATen and keep it with its first arguments."""
 
-    found: list[Found]
+    captured: list[CapturedCluster]
 
     def runner(
         self, cluster: Cluster, form: Canonical, plan: FusionPlan, target: Target, *rest: Any, **more: Any
     ) -> Any:
         by_aten = super().runner(cluster, form, plan, target, *rest, **more)
         doc = describe(cluster, plan.dag)
-        found = Found(cluster.name, form, doc, target.device, cluster.cost, by_aten.fallback)
-        self.found.append(found)
+        captured = CapturedCluster(cluster.name, form, doc, target.device, cluster.cost, by_aten.fallback)
+        self.captured.append(captured)
 
         def call(*arguments: Any) -> tuple[Tensor, ...]:
-            found.arguments = found.arguments or arguments
+            captured.arguments = captured.arguments or arguments
             return by_aten(*arguments)
 
         call.__name__ = call.__qualname__ = cluster.name
         return call
 
 
-def clusters_of(case: Case, options: argparse.Namespace) -> list[Found]:
+def clusters_of(case: Case, options: argparse.Namespace) -> list[CapturedCluster]:
     """The clusters of a case's training step, or of its forward where it has no gradients."""
     torch._dynamo.reset()
     inputs = case.inputs(options.device, options.quick)
     compiler = Compiler(Options.of(backend="eager"))
     every = compiler.kernels
     capturing = Capturing(every.options, every.store, every.stages, every.debug, every.warned)
-    capturing.found, compiler.kernels = [], capturing
+    capturing.captured, compiler.kernels = [], capturing
     fast = torch.compile(case.fn, backend=compiler.backend(), dynamic=False)
     gradients = gradients_of(case, inputs) if case.differentiate else ()
     run(fast, leaves(inputs, case.differentiate), case.differentiate, gradients)
-    return [found for found in capturing.found if found.arguments]
+    return [cluster for cluster in capturing.captured if cluster.arguments]
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,16 @@ class Clock:
             builds = [b for program in programs for b in program_builds(program, self.gpu.target)]
             compile_builds(builds, workers=max(1, (os.cpu_count() or 2) - 2))  # two are left to the timing
 
-    def runner(self, found: Found, program: Program) -> Runner:
+    def runner(self, cluster: CapturedCluster, program: Program) -> Runner:
         where: Any = {"gpus": lambda _: self.gpu} if self.gpu is not None else {"backend": "interpret"}
-        return Runner((program,), found.reference, name=found.name, strict=True, **where)
+        return Runner((program,), cluster.reference, name=cluster.name, strict=True, **where)
 
-    def times(self, found: Found, programs: Sequence[Program]) -> list[float | str]:
+    def times(self, cluster: CapturedCluster, programs: Sequence[Program]) -> list[float | str]:
         """Return the microseconds of each program, or the reason why there are none."""
         calls: dict[int, Callable[[], object]] = {}
         results: list[float | str] = []
         for i, program in enumerate(programs):
-            call = functools.partial(self.runner(found, program), *found.arguments)
+            call = functools.partial(self.runner(cluster, program), *cluster.arguments)
             start = time.perf_counter()
             try:
                 call()
@@ -163,7 +163,7 @@ class Clock:
 class Search:
     """The timings of one cluster. limit: schedules of the first round beside the tuner's."""
 
-    found: Found
+    cluster: CapturedCluster
     clock: Clock
     limit: int
     times: dict[Schedule, float] = field(default_factory=dict[Schedule, float])
@@ -171,19 +171,20 @@ class Search:
 
     def first_round(self) -> tuple[Schedule, ...]:
         """Return the tuner's candidates and a sample of the grid, the same every time."""
-        rest = [s for s in self.found.grid if s not in self.found.candidates]
+        rest = [s for s in self.cluster.grid if s not in self.cluster.candidates]
         sample = random.Random(0).sample(rest, min(self.limit, len(rest)))
-        return (*self.found.candidates, *sample)
+        return (*self.cluster.candidates, *sample)
 
     def prepare(self) -> None:
         """Compile the first round."""
-        self.clock.compile([p for s in self.first_round() if isinstance(p := self.found.program(s), Program)])
+        programs = map(self.cluster.program, self.first_round())
+        self.clock.compile([p for p in programs if isinstance(p, Program)])
 
     def measure(self, schedules: Iterable[Schedule]) -> None:
-        built = {schedule: self.found.program(schedule) for schedule in schedules}
+        built = {schedule: self.cluster.program(schedule) for schedule in schedules}
         programs = {s: program for s, program in built.items() if isinstance(program, Program)}
         self.clock.compile(list(programs.values()))
-        timed = self.clock.times(self.found, list(programs.values()))
+        timed = self.clock.times(self.cluster, list(programs.values()))
         for schedule, result in (built | dict(zip(programs, timed, strict=True))).items():
             if isinstance(result, str):
                 self.failed[schedule] = result
@@ -196,7 +197,7 @@ class Search:
         best = min(self.times.values(), default=0.0)
         while self.times and time.monotonic() < end:
             leading = sorted(self.times, key=self.times.__getitem__)[:CLIMBED]
-            tiles = tuple(s for s in self.found.grid if isinstance(s, RowTile))
+            tiles = tuple(s for s in self.cluster.grid if isinstance(s, RowTile))
             near = dict.fromkeys(n for s in leading if isinstance(s, RowTile) for n in neighbours(s, tiles))
             new = [s for s in near if s not in self.times and s not in self.failed]
             if not new:
@@ -208,28 +209,28 @@ class Search:
 
     def error(self, best: Schedule) -> float:
         """Largest difference of a schedule's results to ATen's, relative to the largest value."""
-        program = self.found.program(best)
+        program = self.cluster.program(best)
         assert isinstance(program, Program), "it has been timed"
-        ours = self.clock.runner(self.found, program)(*self.found.arguments)
-        pairs = zip(ours, self.found.reference(*self.found.arguments), strict=True)
+        ours = self.clock.runner(self.cluster, program)(*self.cluster.arguments)
+        pairs = zip(ours, self.cluster.reference(*self.cluster.arguments), strict=True)
         return max((relative(a, b) for a, b in pairs if b.is_floating_point() and b.numel()), default=0.0)
 
     def result(self, bandwidth: float) -> dict[str, Any]:
         """Return the record of a cluster: the first choice, the tuner's best, the fastest, and every
         timing."""
-        cost = self.found.cost
+        cost = self.cluster.cost
         ideal = cost.moved / bandwidth * 1e6
         shown: dict[str, Any] = {
-            "cluster": self.found.name,
+            "cluster": self.cluster.name,
             "predicted_us": cost.us,
-            "grid": len(self.found.grid),
+            "grid": len(self.cluster.grid),
             "failed": {str(s): why for s, why in self.failed.items()},
         }
         if not self.times:
             return shown
-        tuned = [s for s in self.found.candidates if s in self.times]
+        tuned = [s for s in self.cluster.candidates if s in self.times]
         best = min(self.times, key=self.times.__getitem__)
-        named = {"first": self.found.candidates[0], "best": best}
+        named = {"first": self.cluster.candidates[0], "best": best}
         if tuned:
             named["tuned"] = min(tuned, key=self.times.__getitem__)
         for label, schedule in named.items():
@@ -257,10 +258,10 @@ def prepared(
             clusters = clusters_of(case, options)
         except Exception as error:
             return reason(error)
-        for found in clusters:
-            if found.key not in seen:
-                seen.add(found.key)
-                searches.append(Search(found, clock, options.limit))
+        for cluster in clusters:
+            if cluster.key not in seen:
+                seen.add(cluster.key)
+                searches.append(Search(cluster, clock, options.limit))
         return searches
 
     def prepare(searches: list[Search] | str) -> None:
@@ -343,7 +344,7 @@ def main(options: argparse.Namespace, cases: Sequence[Case] = ALL_CASES) -> Reco
                 row["clusters"].append(search.result(bandwidth))
                 record.summary = summarize(record.rows)
             except Exception as error:
-                row["clusters"].append({"cluster": search.found.name, "failed": {"search": reason(error)}})
+                row["clusters"].append({"cluster": search.cluster.name, "failed": {"search": reason(error)}})
             record.write()
         row["done"] = True
         record.write()

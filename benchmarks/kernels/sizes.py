@@ -34,11 +34,11 @@ SWEEP_ELEMENTS = 1 << 26
 def shifted(make: Make) -> Make:
     """Tensors that begin one element after their memory does."""
 
-    def made(**sizes: int) -> dict[str, Tensor]:
+    def shifted_inputs(**sizes: int) -> dict[str, Tensor]:
         tensors = make(**sizes)
         return {n: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for n, t in tensors.items()}
 
-    return made
+    return shifted_inputs
 
 
 def unfriendly(kind: Case) -> Iterator[Case]:

@@ -28,8 +28,8 @@ def width_of(row: Row) -> int:
 
 
 def series(rows: Sequence[Row], kind: str, phase: str, name: str) -> list[tuple[int, float | None]]:
-    own = [r for r in rows if (r["family"], r["phase"]) == (kind, phase) and name in r["cells"]]
-    return sorted((width_of(r), fraction(r, name)) for r in own)
+    members = [r for r in rows if (r["family"], r["phase"]) == (kind, phase) and name in r["cells"]]
+    return sorted((width_of(r), fraction(r, name)) for r in members)
 
 
 def kinds_of(rows: Sequence[Row]) -> list[str]:
@@ -63,10 +63,10 @@ def figure_of(rows: Sequence[Row]) -> str:
 def main(options: argparse.Namespace) -> Record:
     chosen = argparse.Namespace(**vars(options) | {"only": options.only or "ours"})
     record = kernels.main(chosen, sweep(), "sweep")
-    found = list(cliffs(record.rows))
-    record.summary["cliffs"] = found
+    lines = list(cliffs(record.rows))
+    record.summary["cliffs"] = lines
     record.write()
-    print(f"\n{len(found)} cliffs: a neighbour reaches less than {CLIFF} of the other")
-    for line in found:
+    print(f"\n{len(lines)} cliffs: a neighbour reaches less than {CLIFF} of the other")
+    for line in lines:
         print(line)
     return record

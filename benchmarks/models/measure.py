@@ -181,8 +181,8 @@ def of_recordings(device: torch.device) -> int:
     allocate nothing."""
     index = device.index or 0
     segments = (s for s in torch.cuda.memory_snapshot() if s["device"] == index)
-    own = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
-    return sum(s["total_size"] - s["allocated_size"] for s in own)
+    pools = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
+    return sum(s["total_size"] - s["allocated_size"] for s in pools)
 
 
 def times_of(

@@ -113,8 +113,8 @@ def from_config(name: str, **fields: Any) -> nn.Module:
     family, _, rest = name.partition(":")
     config = getattr(transformers, f"{family}Config")
     usual = {FIELDS.get(field, field): value for field, value in fields.items()}
-    own = {config.attribute_map.get(field, field): value for field, value in usual.items()}
-    return getattr(transformers, f"{family}{rest}")(config(**own))
+    renamed = {config.attribute_map.get(field, field): value for field, value in usual.items()}
+    return getattr(transformers, f"{family}{rest}")(config(**renamed))
 
 
 def labelled(model: nn.Module, batch: int, length: int, *, first: int = 0) -> Built:

@@ -86,13 +86,13 @@ def compare(ours: Result, eager: Result, truth: Result | None) -> tuple[float, s
     if other:
         return float("inf"), f"{len(other)} results are others: {', '.join(other[:4])}"
     mine, theirs = (_finite(r.tensors, eager.tensors) for r in (ours, eager))
-    known = _finite(truth.tensors, eager.tensors) if truth is not None else theirs
-    largest = max((t.abs().max().item() for n, t in known.items() if n.startswith("d ")), default=0.0)
+    exact = _finite(truth.tensors, eager.tensors) if truth is not None else theirs
+    largest = max((t.abs().max().item() for n, t in exact.items() if n.startswith("d ")), default=0.0)
     largest *= ROUNDINGS if truth is None else 1
-    ratios = {n: _roundings(t, theirs[n], known[n], largest * n.startswith("d ")) for n, t in mine.items()}
+    ratios = {n: _roundings(t, theirs[n], exact[n], largest * n.startswith("d ")) for n, t in mine.items()}
     if truth is not None:
-        found = ratios_to_eager(mine, theirs, known)
-        ratios |= {n: r / chance(known[n]) / WORSE for n, r in found.items()}
+        errors = ratios_to_eager(mine, theirs, exact)
+        ratios |= {n: r / chance(exact[n]) / WORSE for n, r in errors.items()}
     worst = max(ratios, key=lambda n: ratios[n])
     return ratios[worst], worst
 
@@ -116,10 +116,10 @@ def _finite(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[s
 def _roundings(ours: Tensor, eager: Tensor, truth: Tensor, largest: float) -> float:
     """Our error over eager's, four times, and what rounding is at its own scale and that of the largest
     gradient: the terms of a sum may be that much more than what is left of them."""
-    own, other = ((t.double() - truth.double()).abs().max().item() for t in (ours, eager))
+    error, other = ((t.double() - truth.double()).abs().max().item() for t in (ours, eager))
     info = torch.finfo(ours.dtype)
     rounded = info.eps * (ROUNDINGS * truth.abs().max().item() + largest)
-    return own / (4 * other + rounded + info.tiny)
+    return error / (4 * other + rounded + info.tiny)
 
 
 def examine(name: str, backend: str, device: str = "cpu") -> dict[str, Any]:
@@ -168,12 +168,12 @@ def _differ(a: Result, b: Result) -> bool:
 
 def compiled_step(model: nn.Module, batch: Batch, backend: str) -> tuple[Result, dict[str, Any]]:
     torch._dynamo.reset()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         fast: Any = compile_model(model, backend=backend)
         result = step(fast, model, batch)
     plans = plan_of(fast)
-    said = [str(w.message) for w in told if issubclass(w.category, FusionWarning)]
+    said = [str(w.message) for w in warned if issubclass(w.category, FusionWarning)]
     lines = [text.splitlines()[0] for text in said if "its clusters run as ATen ops" not in text]
     count = {"graphs": len(plans), "kernels": sum(len(p.clusters) for p in plans)}
     return result, count | ({"warnings": lines} if lines else {})

@@ -58,12 +58,12 @@ class Architecture:
 
 def architectures() -> dict[str, Architecture]:
     """Return the architectures by model type, from transformers' own tables and in their order."""
-    found: dict[str, Architecture] = {}
+    by_type: dict[str, Architecture] = {}
     for task, table in TASKS.items():
         for name, classes in table.items():
             listed = (classes,) if isinstance(classes, str) else tuple(classes)
-            found.setdefault(name, Architecture(name, task, listed))
-    return found
+            by_type.setdefault(name, Architecture(name, task, listed))
+    return by_type
 
 
 # -- sizes --------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def shrunk(config: Any, rules: Sequence[tuple[str, Change]]) -> dict[str, Any]:
             changes[name] = size
     changes |= _heads(fields, changes)
     layers: Mapping[str, Any] = config.to_dict().get("per_layer_config") or {}
-    each = {int(i): {n: _size(n, v, rules) for n, v in given.items()} for i, given in layers.items()}
+    each = {int(i): {n: _size(n, v, rules) for n, v in values.items()} for i, values in layers.items()}
     changes |= _layers(fields | ({"per_layer_config": each} if each else {}), changes)
     if any(pattern == r".*vocab_size(_per_layer_input)?" for pattern, _ in rules):
         changes |= _tokens(fields, {**fields, **changes})
@@ -179,14 +179,14 @@ _NO_SIZES = frozenset({"id2label", "label2id", "architectures", "transformers_ve
 
 def _heads(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of keys are as many as those of queries where they were, and a state space's fill its width."""
-    found: dict[str, Any] = {}
+    heads: dict[str, Any] = {}
     for name in changes:
         queries = name.replace("num_key_value_heads", "num_attention_heads")
         if queries != name and fields.get(queries) == fields[name] and queries in changes:
-            found[name] = changes[queries]
+            heads[name] = changes[queries]
     if "num_heads" in changes and "expand" in fields:
-        found["num_heads"] = changes["num_heads"] * fields["expand"]
-    return found
+        heads["num_heads"] = changes["num_heads"] * fields["expand"]
+    return heads
 
 
 def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,9 +202,9 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     kinds = {tuple(str(v[i]) for v in each): i for i in reversed(range(before))}
     chosen = sorted(kinds.values())[:MOST_LAYERS]
     chosen = sorted({*chosen, *[i for i in range(before) if i not in chosen][: max(LAYERS - len(chosen), 0)]})
-    found: dict[str, Any] = {depth: len(chosen)}
-    found |= {n: type(v)(v[i] for i in chosen) for n, v in lists.items()}
-    return found | {n: {chosen.index(i): t for i, t in v.items() if i in chosen} for n, v in tables.items()}
+    fewer: dict[str, Any] = {depth: len(chosen)}
+    fewer |= {n: type(v)(v[i] for i in chosen) for n, v in lists.items()}
+    return fewer | {n: {chosen.index(i): t for i, t in v.items() if i in chosen} for n, v in tables.items()}
 
 
 def _tokens(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,10 +281,10 @@ def build(
 
 
 def _class_of(architecture: Architecture) -> Any:
-    found = [f for c in architecture.classes if (f := getattr(transformers, c, None)) is not None]
-    if not found:
+    classes = [f for c in architecture.classes if (f := getattr(transformers, c, None)) is not None]
+    if not classes:
         raise CannotBuildError(f"transformers exports no {' or '.join(architecture.classes)}")
-    return found[0]
+    return classes[0]
 
 
 def batches(model: nn.Module, task: str) -> Iterator[Batch]:
@@ -359,13 +359,13 @@ def _brief(error: Exception) -> str:
 def tensors_of(output: Any) -> dict[str, Tensor]:
     """The tensors of an output by the names that it gives them, those of its cache left out."""
     named = output.items() if isinstance(output, Mapping) else enumerate(_listed(output))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in named:
         if isinstance(value, Tensor):
-            found[str(name)] = value
+            tensors[str(name)] = value
         elif isinstance(value, list | tuple | Mapping):
-            found |= {f"{name}.{n}": t for n, t in tensors_of(value).items()}
-    return found
+            tensors |= {f"{name}.{n}": t for n, t in tensors_of(value).items()}
+    return tensors
 
 
 def _listed(output: Any) -> Sequence[Any]:

@@ -246,8 +246,8 @@ def family_table(family: str, rows: Sequence[Row]) -> str:
 
 
 def sweep_text(result: Mapping[str, Any]) -> str:
-    found = list(sweep.cliffs(result["rows"]))
-    listed = "\n\n" + "\n".join(f"- {line}" for line in found) if found else " none."
+    lines = list(sweep.cliffs(result["rows"]))
+    listed = "\n\n" + "\n".join(f"- {line}" for line in lines) if lines else " none."
     text = f"Neighbours of which one reaches less than {sweep.CLIFF} of the other:{listed}"
     return "\n\n".join(
         ["## Every width", "![fraction over the width of a row](sweep.svg)", text, origin(result)]

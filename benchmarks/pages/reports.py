@@ -41,9 +41,9 @@ QUESTIONS = (
 def rewritten(text: str, mark: str, inner: str) -> str:
     """`text` with what stands between a mark and its end replaced. Raises ValueError where one is missing."""
     begin, end = f"<!-- {mark} -->", f"<!-- end of {mark.partition(':')[0]} -->"
-    head, found, rest = text.partition(begin)
+    head, opened, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
-    if not found or not closed:
+    if not opened or not closed:
         raise ValueError(f"the file needs the lines {begin} and {end}")
     return f"{head}{begin}\n{inner}\n{end}{tail}" if inner else f"{head}{begin}\n{end}{tail}"
 
@@ -105,10 +105,10 @@ def operators(batch: int, length: int) -> str:
 
 
 def _by_target(calls: Iterable[Call]) -> dict[tuple[str, str], list[Call]]:
-    found: dict[tuple[str, str], list[Call]] = {}
+    groups: dict[tuple[str, str], list[Call]] = {}
     for call in calls:
-        found.setdefault((call.target, call.kind), []).append(call)
-    return found
+        groups.setdefault((call.target, call.kind), []).append(call)
+    return groups
 
 
 def _operator(target: str, kind: str, calls: list[Call], us: float) -> list[str]:
@@ -142,11 +142,11 @@ def plan_of(batch: int, length: int) -> str:
 
 
 def answers(batch: int, length: int) -> str:
-    found: list[str] = []
+    lines: list[str] = []
     for a, b in QUESTIONS:
         answer = report(batch, length).why(a, b)[0]
-        found += [f">>> print(report.why({a!r}, {b!r})[0])", str(answer)]
-    return quoted("\n".join(found))
+        lines += [f">>> print(report.why({a!r}, {b!r})[0])", str(answer)]
+    return quoted("\n".join(lines))
 
 
 def picture(file: Path) -> None:

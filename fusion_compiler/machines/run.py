@@ -212,8 +212,8 @@ class PipelineRunner:
             return self.loss(output, target) / count  # a parameter of two stages of a process is scaled once
 
         stages = self.stages if order is Schedule.INTERLEAVED else self.stages[0]
-        made: Any = get_schedule_class(SCHEDULES[order])
-        return made(stages, count, loss_fn=scaled, scale_grads=False)
+        schedule: Any = get_schedule_class(SCHEDULES[order])
+        return schedule(stages, count, loss_fn=scaled, scale_grads=False)
 
     def _card(self, compression: Compression | None, seed: int) -> faults.Card:
         return {

@@ -145,7 +145,7 @@ class ChosenUpdates(Timing):
                 choice = Choice("step", "it has had no gradient")
             elif id(param) in self._objections:
                 choice = Choice("step", self._objections[id(param)])
-            elif name in self.fused.own:
+            elif name in self.fused.unfused:
                 choice = Choice("step", "no kernel updates it")
             elif launches < 2:
                 choice = Choice(

@@ -36,11 +36,11 @@ class Clip:
 
         Calls `refuse` with a parameter whose gradient has been written since, or did not exist then.
         """
-        then = {id(grad): version for ref, version in self._versions if (grad := ref()) is not None}
-        if not any(id(param.grad) in then for param in params):
+        versions = {id(grad): version for ref, version in self._versions if (grad := ref()) is not None}
+        if not any(id(param.grad) in versions for param in params):
             return False
         for param in params:
-            if param.grad is not None and then.get(id(param.grad)) != param.grad._version:
+            if param.grad is not None and versions.get(id(param.grad)) != param.grad._version:
                 refuse(param)
         return True
 

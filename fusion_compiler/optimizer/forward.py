@@ -164,10 +164,10 @@ class ForwardUpdates(Timing):
 
     def _refuse_changed(self, bucket: _Bucket) -> None:
         names: list[str] = []
-        for update, now, then in zip(bucket.updates, _versions(bucket.updates), bucket.versions, strict=True):
+        for update, new, old in zip(bucket.updates, _versions(bucket.updates), bucket.versions, strict=True):
             params = update.rows.columns[0]
             size = len(params)
-            changed = [params[i] for i in range(size) if now[i::size] != then[i::size]]
+            changed = [params[i] for i in range(size) if new[i::size] != old[i::size]]
             names += map(self.fused.name_of, changed)
         self.fused.refuse(
             f"parameter, gradient or state of {', '.join(names)} was written after step() and before the "

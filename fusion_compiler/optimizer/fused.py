@@ -64,8 +64,8 @@ class FusedOptimizer:
     """A fused optimizer prints its kernels, and the parameters that take the class's own step, with the
     reason.
 
-    optimizer: the user's. names: the parameters' names, by identity. own: parameter -> why its last step was
-    the class's own. kernels: those generated so far.
+    optimizer: the user's. names: the parameters' names, by identity. unfused: for each parameter whose last
+    step was the class's own, the reason. kernels: the programs generated so far.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FusedOptimizer:
         self.optimizer: Optimizer = optimizer
         self.names: Mapping[int, str] = names
         self.strict: bool = strict
-        self.own: dict[str, str] = {}
+        self.unfused: dict[str, str] = {}
         self.timing: Timing = Timing(self)
         self._kernels = Kernels(optimizer, backend, rounding, gpus)
         self._warned = WarnOnce(strict)
@@ -105,7 +105,7 @@ class FusedOptimizer:
         lines = [f"{kind}: {count(len(self._kernels.launchers), 'kernel')} for {updated}"]
         lines += [f"  {multi}" for multi in self._kernels.launchers.values()]
         lines += [f"  {line}" for line in self.timing.lines()]
-        lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.own.items()]
+        lines += [f"  {name}: {kind}'s own step: {why}" for name, why in self.unfused.items()]
         return "\n".join(lines)
 
     @property
@@ -313,7 +313,7 @@ class FusedOptimizer:
         assembly.batches.append(batch)
         self._updated |= set(map(id, params))
         for param in params:
-            self.own.pop(self.name_of(param), None)
+            self.unfused.pop(self.name_of(param), None)
         return [update]
 
     def _next(self, batch: Batch, grads: Sequence[Tensor]) -> Update:
@@ -370,9 +370,9 @@ class FusedOptimizer:
         kind, reason = type(self.optimizer).__name__, str(error)
         name = self.name_of(param)
         self._updated.discard(id(param))
-        if self.own.get(name) == reason:
+        if self.unfused.get(name) == reason:
             return
-        self.own[name] = reason
+        self.unfused[name] = reason
         failure = OptimizerStepError(
             optimizer=kind, detail=f"{name}: {reason}", todo="leave it, or change that"
         )

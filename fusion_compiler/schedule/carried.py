@@ -149,14 +149,14 @@ def growth_of(
     return values.combined(SUB, _at(loops, number, now, values), _at(loops, number, before, values))
 
 
-def _at(loops: LoopNest, number: int, known: Mapping[int, T], values: Values[T]) -> T:
+def _at(loops: LoopNest, number: int, results: Mapping[int, T], values: Values[T]) -> T:
     node = loops.nodes[number]
-    if number in known:
-        return known[number]
-    if with_operands(loops, (number,), known).isdisjoint(known):
+    if number in results:
+        return results[number]
+    if with_operands(loops, (number,), results).isdisjoint(results):
         return values.fixed(number)
     assert isinstance(node, Compute)
-    return values.computed(node, {o: _at(loops, o, known, values) for o in operands_of(node)})
+    return values.computed(node, {o: _at(loops, o, results, values) for o in operands_of(node)})
 
 
 def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:

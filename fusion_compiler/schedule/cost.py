@@ -39,7 +39,7 @@ SECOND_BLOCK, ADDENDS = 16, 256
 # 0.76.
 STALL = 0.316
 LOOPED = 0.98  # looped rows: few programs run at once, but each has many loads in flight
-# Products whose terms programs share: 4 to 16 rows times 8192 x 2048 and 4096 x 4096 reach .24 to .54 on an
+# Products whose terms programs share: 4 to 16 rows times 8192 x 2048 and 4096 x 4096 reach 0.24 to 0.54 on an
 # H200.
 TURNED = 0.45
 # The same by threads: one row times 2048 x 8192, 8192 x 2048 and 4096 x 4096 takes 12.1 to 12.5 us, where a

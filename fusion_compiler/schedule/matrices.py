@@ -80,8 +80,8 @@ def _reduced(loops: LoopNest, number: int) -> frozenset[int]:
 def _are_many(loops: LoopNest, axes: Iterable[int]) -> bool:
     """True if some axes may have more elements than products of few rows."""
     most = [loops.axes[k].most for k in axes if not isinstance(loops.axes[k].size, int)]
-    known = prod(hint(loops.axes[k].size) for k in axes if isinstance(loops.axes[k].size, int))
-    return None in most or known * prod(n for n in most if n is not None) > FEW_ROWS
+    static_size = prod(hint(loops.axes[k].size) for k in axes if isinstance(loops.axes[k].size, int))
+    return None in most or static_size * prod(n for n in most if n is not None) > FEW_ROWS
 
 
 def _without_ones(loops: LoopNest, axes: Iterable[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from fusion_compiler.schedule.work import Work
 
 # Results of a tile for each element that is loaded in a turn of its loop, from which on tensor cores wait
 # for no loads: those of 128 x 256. The rate falls with the root of them: not measured here. Kernels of 128 x
-# 128 that others publish for an H100 reach .85 to .9 of those of 128 x 256.
+# 128 that others publish for an H100 reach 0.85 to 0.9 of those of 128 x 256.
 FULL, FALL = 128 * 256 / (128 + 256), 0.5
 REGISTERS = 48  # of a thread, beside its sums
 

@@ -61,15 +61,15 @@ def captured(model: Any) -> set[str]:
 
 def first_and_second(model: Any, x: torch.Tensor, **options: Any) -> tuple[Any, Any]:
     """`model` compiled twice; both have to be as right as eager, and equal to the bit."""
-    found: list[Any] = []
+    models: list[Any] = []
     results: list[list[torch.Tensor]] = []
     for _ in range(2):
-        found.append(compiled(model, **options))
-        results.append(step(found[-1], x))
+        models.append(compiled(model, **options))
+        results.append(step(models[-1], x))
     for a, b, eager in zip(*results, step(model, x), strict=True):
         torch.testing.assert_close(a, eager)
         assert torch.equal(a, b)
-    return found[0], found[1]
+    return models[0], models[1]
 
 
 def text_of(model: Any) -> str:

@@ -71,35 +71,35 @@ class Stack(nn.Module):
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counter[Any], int]]:
     """Return a list that receives, for each joint graph, the facts of its nodes and the number of
     storages."""
-    found: list[tuple[Counter[Any], int]] = []
+    graphs: list[tuple[Counter[Any], int]] = []
     original = compiler.partition
 
     def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         nodes = joint.graph.nodes
         values = [n.meta["val"] for n in nodes if isinstance(n.meta.get("val"), Tensor)]
-        found.append((Counter(map(told_of, nodes)), len({v.untyped_storage()._cdata for v in values})))
+        graphs.append((Counter(map(told_of, nodes)), len({v.untyped_storage()._cdata for v in values})))
         forward = Counter(n.meta["seq_nr"] for n in nodes if "from_node" in n.meta)
         backward = {n.meta["seq_nr"] for n in nodes if n.meta.get("autograd_backward")}
-        found[-1][0].update(shared=len(backward & {*forward}), backward=len(backward), forward=len(forward))
+        graphs[-1][0].update(shared=len(backward & {*forward}), backward=len(backward), forward=len(forward))
         return original(joint, *args, **kwargs)
 
     monkeypatch.setattr(compiler, "partition", partition)
-    return found
+    return graphs
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks that were copied."""
-    found: list[int] = []
+    numbers: list[int] = []
     original = blocks._Once.copy_forward
 
     def copy_forward(self: Any, k: int, *rest: Any) -> Any:
         if self._tracer is not None:
-            found.append(k)
+            numbers.append(k)
         return original(self, k, *rest)
 
     monkeypatch.setattr(blocks._Once, "copy_forward", copy_forward)
-    return found
+    return numbers
 
 
 def gradients(call: Callable[..., Any], model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -146,9 +146,9 @@ def test_graph_and_plan_are_those_without(
                 fast = fc.compile(model, backend="eager", fullgraph=True)
                 gradients(fast, model, torch.randn(2, 5, 8))
             else:
-                found = next(w for w in WORKLOADS if w.name.startswith(name) and w.train)
-                sizes = {**found.quick, "layers": 6}
-                model, batch = replace(found, quick=sizes).make(torch.device("cpu"), True, torch.float32)
+                workload = next(w for w in WORKLOADS if w.name.startswith(name) and w.train)
+                sizes = {**workload.quick, "layers": 6}
+                model, batch = replace(workload, quick=sizes).make(torch.device("cpu"), True, torch.float32)
                 fast = fc.compile(model, backend="eager", fullgraph=True)
                 step(fast, batch, train=True)
         plans.append(re.sub("seconds: .*", "", str(fast.plan)))
@@ -201,8 +201,8 @@ def chained(program: Program, times: int = 6) -> Program | None:
     looks = {i.name: (x.shape, x.dtype) for i, x in zip(program.inputs, program.arguments(), strict=True)}
     # Of float64 the judge has no wider numbers to round other sums by, and blocks add up in another order.
     wanted = [i.name for i in program.inputs if i.gradient and i.dtype != "float64"]
-    made = (n for n in results if n.startswith("v") and results[n].requires_grad)
-    pairs = [(a, n) for n in made for a in wanted if (results[n].shape, results[n].dtype) == looks[a]]
+    smooth = (n for n in results if n.startswith("v") and results[n].requires_grad)
+    pairs = [(a, n) for n in smooth for a in wanted if (results[n].shape, results[n].dtype) == looks[a]]
     if not pairs:
         return None
     argument, result = pairs[-1]
@@ -215,7 +215,7 @@ def chained(program: Program, times: int = 6) -> Program | None:
         return name(k - 1, result) if text == argument and k else text
 
     for k in range(times):
-        renamed = functools.partial(re.sub, r"\b[av]\d+\b", lambda found, k=k: name(k, found[0]))
+        renamed = functools.partial(re.sub, r"\b[av]\d+\b", lambda match, k=k: name(k, match[0]))
         lines += map(renamed, program.lines)
     ends = tuple(name(k, n) for k in range(times) for n in program.results if n[0] == "v")
     return replace(program, lines=tuple(lines), results=ends)
@@ -224,10 +224,10 @@ def chained(program: Program, times: int = 6) -> Program | None:
 def test_fresh_chains() -> None:
     first = int(os.environ.get("FUSION_RANDOM_SEED", secrets.randbelow(2**31)))
     drawn = filter(None, map(chained, map(draw, itertools.count(first))))
-    for given in itertools.islice(drawn, CHAINS):
+    for program in itertools.islice(drawn, CHAINS):
         # With backend "eager" each ATen call rounds to 16 bits: gradients may be less exact than eager's.
-        verdict = judge(given, lambda fn, _: fc.compile(fn, backend="interpret", fullgraph=True))
-        assert not verdict.failed, f"{first}: {verdict}\n{verdict.detail}\n{given.text()}"
+        verdict = judge(program, lambda fn, _: fc.compile(fn, backend="interpret", fullgraph=True))
+        assert not verdict.failed, f"{first}: {verdict}\n{verdict.detail}\n{program.text()}"
 
 
 def test_blocks_that_differ_are_traced_one_by_one(copies: list[int]) -> None:
@@ -275,9 +275,9 @@ def test_blocks_are_found_by_what_they_compute() -> None:
     def block(x: Tensor) -> Tensor:
         return x + torch.tanh(x * 2).sin()
 
-    (found,) = repeats(chain(torch.cos, *[block] * 6, torch.exp))
-    assert [len(b) for b in found.blocks] == [4] * 6 and len(found.outputs) == 1
-    assert [str(n.target) for n in found.blocks[0]][-1] == "aten.add.Tensor"
+    (repeat,) = repeats(chain(torch.cos, *[block] * 6, torch.exp))
+    assert [len(b) for b in repeat.blocks] == [4] * 6 and len(repeat.outputs) == 1
+    assert [str(n.target) for n in repeat.blocks[0]][-1] == "aten.add.Tensor"
     assert not repeats(chain(*[block] * 4))
     assert not repeats(chain(*[lambda x, k=k: block(x) + k for k in range(6)]))  # type: ignore[misc]
     two = repeats(chain(*[block] * 6, torch.exp, *[lambda x: x.relu() - 1] * 9))

@@ -138,9 +138,9 @@ def test_breaks_belong_to_the_model_that_they_are_in() -> None:
         first(torch.randn(4, 6))
     assert [len(f.plan.breaks) for f in (first, second)] == [1, 1]
     assert "nonzero" in first.plan.breaks[0].reason and "disable" in second.plan.breaks[0].reason
-    whole = fc.compile(lambda x: x.sin() + 1, backend="interpret")
-    whole(torch.randn(4))
-    assert whole.plan.breaks == () and "graph breaks" not in str(whole.plan)
+    unbroken = fc.compile(lambda x: x.sin() + 1, backend="interpret")
+    unbroken(torch.randn(4))
+    assert unbroken.plan.breaks == () and "graph breaks" not in str(unbroken.plan)
 
 
 class Module(nn.Module):
@@ -257,8 +257,9 @@ def test_strict_lets_library_calls_be() -> None:
     torch.library.impl("tests_of_breaks::double", "CompositeExplicitAutograd", lambda x: x * 2)
     torch.library.register_fake("tests_of_breaks::double", torch.empty_like)
     torch.library.register_autograd("tests_of_breaks::double", lambda ctx, g: g * 2)
-    own = fc.user_kernel(lambda x: torch.tanh(x) * 2, lambda x: x.tanh() * 2, torch.ones(2, 4, 8), name="own")
-    fast = fc.compile(Trained(), backend="interpret", strict=True, patterns=(own, *fc.DEFAULT_PATTERNS))
+    example = torch.ones(2, 4, 8)
+    tanh = fc.user_kernel(lambda x: torch.tanh(x) * 2, lambda x: x.tanh() * 2, example, name="own")
+    fast = fc.compile(Trained(), backend="interpret", strict=True, patterns=(tanh, *fc.DEFAULT_PATTERNS))
     fast(torch.randint(0, 2, (2, 4))).backward()
     left = {x.target: x.reason for plan in fast.plan for x in plan.leftovers}
     assert "aten.embedding_dense_backward.default" in left and "aten.copy_.default" not in left

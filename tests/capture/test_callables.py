@@ -185,9 +185,9 @@ def test_max_autotune_has_every_schedule(monkeypatch: pytest.MonkeyPatch) -> Non
     emit = Runners.emit
 
     def spy(self: Runners, *arguments: Any) -> Any:
-        found = emit(self, *arguments)
-        limits.append(len(found))
-        return found
+        programs = emit(self, *arguments)
+        limits.append(len(programs))
+        return programs
 
     monkeypatch.setattr(Runners, "emit", spy)
     x = torch.randn(8, 1001)
@@ -199,10 +199,10 @@ def test_max_autotune_has_every_schedule(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_torch_compile_passes_its_mode_and_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Options] = []
-    monkeypatch.setattr(Compiler, "backend", lambda self: given.append(self.options) or (lambda gm, _: gm))
+    options: list[Options] = []
+    monkeypatch.setattr(Compiler, "backend", lambda self: options.append(self.options) or (lambda gm, _: gm))
     x = torch.randn(3)
     torch.compile(scaled, backend="fusion_compiler", mode="reduce-overhead")(x)
     torch._dynamo.reset()
     torch.compile(scaled, backend="fusion_compiler", options={"mode": "max-autotune", "strict": True})(x)
-    assert given == [Options(cudagraphs=True), Options(cudagraphs=True, tune="all", strict=True)]
+    assert options == [Options(cudagraphs=True), Options(cudagraphs=True, tune="all", strict=True)]

@@ -51,8 +51,8 @@ class Captured:
 
         def run(*args: Any) -> Any:
             results = gm(*args)
-            known = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
-            self.saved += stored_bytes(results[info.outputs :], known)
+            arguments = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+            self.saved += stored_bytes(results[info.outputs :], arguments)
             return results
 
         return make_boxed_func(run)
@@ -64,14 +64,14 @@ class Captured:
         return [str(note) for _, info in self.graphs for note in info.rewrites]
 
 
-def stored_bytes(values: Sequence[Any], known: set[int]) -> int:
+def stored_bytes(values: Sequence[Any], held: set[int]) -> int:
     """Bytes of the distinct storages of `values` that are not in `known`."""
     storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if _is_tensor(v)}
-    return sum(s.nbytes() for p, s in storages.items() if p not in known)
+    return sum(s.nbytes() for p, s in storages.items() if p not in held)
 
 
 def eager_saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    known = [*model.parameters(), *model.buffers(), *batch.values()]
+    held = [*model.parameters(), *model.buffers(), *batch.values()]
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def eager_saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(**batch)
-    return stored_bytes(kept, {t.untyped_storage().data_ptr() for t in known})
+    return stored_bytes(kept, {t.untyped_storage().data_ptr() for t in held})
 
 
 def _is_tensor(value: object) -> bool:
@@ -94,7 +94,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def same(
     function: Callable[..., Any], *args: Any, captured: Captured | None = None, **kwargs: Any
 ) -> Captured:
-    """Compiled and eager agree in results, input gradients and what the inputs hold afterwards."""
+    """Check that the compiled model and eager agree in results, input gradients and the inputs after the
+    call."""
     captured = captured or Captured()
     fast = torch.compile(function, backend=captured.backend())
     mine, theirs = _leaves(args), _leaves(args)
@@ -133,10 +134,10 @@ def test_loss_and_gradients_of_models(name: str) -> None:
     exact_loss.backward()
 
     def error(candidate: nn.Module) -> float:
-        truth, found = gradients(exact), gradients(candidate)
-        assert truth.keys() == found.keys()
+        truth, ours = gradients(exact), gradients(candidate)
+        assert truth.keys() == ours.keys()
         scale = max(float(t.abs().max()) for t in truth.values())
-        return max(float((found[n] - truth[n]).abs().max()) for n in truth) / scale
+        return max(float((ours[n] - truth[n]).abs().max()) for n in truth) / scale
 
     assert abs(loss.double() - exact_loss) <= 2 * abs(eager_loss.double() - exact_loss) + 1e-6
     assert error(model) <= 2 * error(eager) + 1e-6
@@ -548,8 +549,8 @@ def test_static_inputs_are_the_parameters() -> None:
     shapes = {(8, 4), (8,), (2, 8), (2,)}
     for gm, info in captured.graphs:
         placeholders = gm.graph.find_nodes(op="placeholder")
-        found = {tuple(placeholders[i].meta["val"].shape) for i in info.static_inputs}
-        assert found <= shapes and found
+        static = {tuple(placeholders[i].meta["val"].shape) for i in info.static_inputs}
+        assert static <= shapes and static
     assert len(captured.graphs[0][1].static_inputs) == 4
     assert captured.graphs[0][1].outputs == 1
 

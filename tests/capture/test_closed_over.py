@@ -66,12 +66,12 @@ def parameters(shared: bool = False) -> list[Tensor]:
     """Two matrices with gradients; shared: which are parts of one tensor, and so are their gradients."""
     generator = torch.Generator().manual_seed(3)
     memory, grads = torch.randn(2, 15, generator=generator), torch.randn(2, 15, generator=generator)
-    found: list[Tensor] = []
+    leaves: list[Tensor] = []
     for row, grad in zip(memory, grads, strict=True):
         parameter = (row if shared else row.clone()).view(5, 3).detach().requires_grad_()
         parameter.grad = (grad if shared else grad.clone()).view(5, 3)
-        found.append(parameter)
-    return found
+        leaves.append(parameter)
+    return leaves
 
 
 def optimizer(name: str, **options: Any) -> tuple[Any, list[Tensor]]:
@@ -79,13 +79,13 @@ def optimizer(name: str, **options: Any) -> tuple[Any, list[Tensor]]:
     shared = options.pop("shared", False)
     # A compiled optimizer counts its steps in a tensor of float32, where 1 - 0.999**2 would lose most of its
     # digits; an eager one in Python's floats.
-    given = {"lr": 0.1, "momentum": 0.9, "betas": (0.9, 0.9), **options}
-    known = inspect.signature(OPTIMIZERS[name]).parameters
-    made = OPTIMIZERS[name](parameters(shared), **{k: v for k, v in given.items() if k in known})
-    made.step()
-    own = made.param_groups[0]["params"]
-    states = [v for p in own for v in made.state[p].values() if isinstance(v, Tensor)]
-    return made, [*own, *(p.grad for p in own), *states]
+    settings = {"lr": 0.1, "momentum": 0.9, "betas": (0.9, 0.9), **options}
+    signature = inspect.signature(OPTIMIZERS[name]).parameters
+    created = OPTIMIZERS[name](parameters(shared), **{k: v for k, v in settings.items() if k in signature})
+    created.step()
+    params = created.param_groups[0]["params"]
+    states = [v for p in params for v in created.state[p].values() if isinstance(v, Tensor)]
+    return created, [*params, *(p.grad for p in params), *states]
 
 
 # It iterates in bfloat16, which makes much of little.

@@ -40,11 +40,11 @@ def graphs(fast: Any, phase: str = "backward") -> int:
     return sum(plan.name.endswith(phase) for plan in fast.plan)
 
 
-def compare(case: Case, fast: Any, made: dict[str, Tensor]) -> None:
+def compare(case: Case, fast: Any, tensors: dict[str, Tensor]) -> None:
     """Outputs and gradients against float64, at least as close as float32 rounding allows."""
     fn = case.without_randomness()
-    leaves = {n: t.clone().requires_grad_(n in case.differentiate) for n, t in made.items()}
-    wide = {n: t.double() if t.is_floating_point() else t for n, t in made.items()}
+    leaves = {n: t.clone().requires_grad_(n in case.differentiate) for n, t in tensors.items()}
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     exact = {n: t.clone().requires_grad_(n in case.differentiate) for n, t in wide.items()}
     got, want = fast(*leaves.values()), fn(*exact.values())
     got, want = (v if isinstance(v, tuple) else (v,) for v in (got, want))
@@ -114,8 +114,8 @@ def test_generation_compiles_as_often_as_torch_compile_does() -> None:
     counts: list[int] = []
     for length in (9, 9, 13, 11):
         tokens = torch.randint(3, 90, (1, length))
-        given = {"attention_mask": torch.ones_like(tokens), **options}
-        assert torch.equal(fast.generate(tokens, **given), model.generate(tokens, **given))
+        settings = {"attention_mask": torch.ones_like(tokens), **options}
+        assert torch.equal(fast.generate(tokens, **settings), model.generate(tokens, **settings))
         counts.append(len(fast.plan))
     assert counts == [3, 3, 4, 4]
 

@@ -66,11 +66,11 @@ def test_training_by_a_method_that_is_not_compiled_is_said_once(strict: bool) ->
         with pytest.raises(EagerMethodError, match=r"Net\.loss"):
             compiled.loss(torch.randn(3, 4))["loss"].backward()
         return
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(3):
             compiled.loss(torch.randn(3, 4))["loss"].backward()
-    (warning,) = (w for w in told if w.category is FusionWarning)
+    (warning,) = (w for w in warned if w.category is FusionWarning)
     assert "Net.loss() is not compiled" in str(warning.message)
     assert "model.loss = compile(model.loss)" in str(warning.message)
 

@@ -36,12 +36,12 @@ def held(function: Callable[..., Any], make: Callable[[], list[Tensor]], **optio
 def stored(plan: FusionPlan) -> int:
     """Bytes of the largest result that has memory of its own."""
     dag = plan.dag
-    made = {n for c in plan.clusters for n in c.outputs} | {left.subject for left in plan.leftovers}
-    made -= {
-        n for n in made if base_of(dag, n) is not None or dag.op(n).target is torch.ops.aten.copy_.default
+    stored = {n for c in plan.clusters for n in c.outputs} | {left.subject for left in plan.leftovers}
+    stored -= {
+        n for n in stored if base_of(dag, n) is not None or dag.op(n).target is torch.ops.aten.copy_.default
     }
     return max(
-        (m.dtype.itemsize * torch.Size(m.shape).numel() for n in made for m in dag.op(n).outputs), default=0
+        (m.dtype.itemsize * torch.Size(m.shape).numel() for n in stored for m in dag.op(n).outputs), default=0
     )
 
 
@@ -161,7 +161,7 @@ def scattered(c: Tensor, n: Tensor, p: Tensor) -> Tensor:
     return c.sum(-1)
 
 
-def whole(c: Tensor, n: Tensor) -> Tensor:
+def all_places(c: Tensor, n: Tensor) -> Tensor:
     c.copy_(c * 0.9 + n.mean())
     return c.sum(-1)
 
@@ -189,7 +189,7 @@ def test_a_whole_result_is_stored_in_its_argument() -> None:
     (plan,) = held(counted, lambda: [cache(), cache()]).plan
     assert not plan.leftovers and stored(plan) == cache().nbytes, "of x.sin()"
     assert len(plan.clusters) == 1
-    for function, make in ((whole, lambda: [cache(), new()]), (masked, lambda: [cache()])):
+    for function, make in ((all_places, lambda: [cache(), new()]), (masked, lambda: [cache()])):
         (plan,) = held(function, make).plan
         assert not plan.leftovers
 
@@ -219,10 +219,10 @@ def test_what_is_not_the_programs_is_copied() -> None:
 def test_a_place_outside_is_an_error(index: int, dynamic: bool) -> None:
     fast = held(at_places, lambda: [cache(), new(), places()], dynamic=dynamic or None)
     before = cache()
-    given = before.clone()
+    argument = before.clone()
     with pytest.raises(IndexRangeError, match=f"index {index} is not in"):
-        fast(given, new(), torch.tensor([0, index]))
-    torch.testing.assert_close(given[:, :, 1:], before[:, :, 1:])
+        fast(argument, new(), torch.tensor([0, index]))
+    torch.testing.assert_close(argument[:, :, 1:], before[:, :, 1:])
 
 
 def test_lengths_that_differ_from_call_to_call() -> None:
@@ -259,9 +259,9 @@ def test_a_view_of_what_is_written_is_one_of_the_argument(dynamic: bool, gradien
 
 def test_a_result_is_not_the_argument_that_has_its_numbers() -> None:
     fast = fc.compile(lambda c: torch.slice_scatter(c, c[1:], 0, 1), backend="interpret", device="h200")
-    given = torch.randn(4, 8)
-    torch.testing.assert_close(result := fast(given), given)
-    assert result.data_ptr() != given.data_ptr()
+    argument = torch.randn(4, 8)
+    torch.testing.assert_close(result := fast(argument), argument)
+    assert result.data_ptr() != argument.data_ptr()
 
 
 def rotated(c: Tensor, n: Tensor, angle: Tensor, at: Tensor, q: Tensor) -> Tensor:
@@ -284,12 +284,12 @@ def test_one_kernel_rotates_keys_and_stores_them_in_the_cache() -> None:
     (cluster,) = (c for c in plan.clusters if put in c.outputs)
     assert cluster.outputs == (put,) and "cos" in str(cluster.ops)
     assert cluster.cost.bytes_read + cluster.cost.bytes_written < 3000
-    given = make()
-    assert stored(plan) <= given[0].nbytes / 16, "what chunks of keys give"
+    arguments = make()
+    assert stored(plan) <= arguments[0].nbytes / 16, "what chunks of keys give"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        fast(*given)
+        fast(*arguments)
     taken = [e.self_cpu_memory_usage for e in watched.events() or ()]
-    assert max(taken) < given[0].nbytes / 8, "nothing of the cache's size is allocated"
+    assert max(taken) < arguments[0].nbytes / 8, "nothing of the cache's size is allocated"
 
 
 def test_statistics_of_batch_norms_are_stored_where_they_belong() -> None:
@@ -424,9 +424,9 @@ def test_random_programs_of_writes(seeds: range, backend: str) -> None:
 
 def test_a_tensor_that_is_written_into_is_held_while_the_result_is_read() -> None:
     def function(x: Tensor, at: Tensor, n: Tensor) -> Tensor:
-        own = x @ x
-        own = own.index_put((at,), n, accumulate=True)
-        return own @ x
+        product = x @ x
+        product = product.index_put((at,), n, accumulate=True)
+        return product @ x
 
     def make() -> list[Tensor]:
         return [torch.randn(512, 512), torch.tensor([3, 3]), torch.randn(512)]

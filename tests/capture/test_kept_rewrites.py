@@ -36,18 +36,18 @@ def no_trace(*_: Any, **__: Any) -> Any:
 
 def key(function: Callable[..., Any], *inputs: Any, options: str = "", **settings: Any) -> str:
     """The key of the first graph of a call, or why there is none."""
-    found: list[str] = []
+    digests: list[str] = []
 
-    def backend(gm: Any, given: Any) -> Any:
+    def backend(gm: Any, inputs_: Any) -> Any:
         try:
-            found.append(kept_rewrites.key_of(gm, given, options).digest)
+            digests.append(kept_rewrites.key_of(gm, inputs_, options).digest)
         except NotWritable as reason:
-            found.append(f"none: {reason}")
+            digests.append(f"none: {reason}")
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(function, backend=backend, **{"dynamic": False, **settings})(*inputs)
-    return found[0]
+    return digests[0]
 
 
 def test_a_graph_that_was_rewritten_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +158,8 @@ def test_what_cannot_be_told_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None
     assert "an input is a SymInt" in key(lambda x: x.sin(), x, dynamic=True)
     assert "share memory" in key(lambda a, b: a + b, x[:2], x[2:])
     assert "none: it holds get_attr" in key(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x), x)
-    own = F.softmax
-    monkeypatch.setattr(F, "softmax", lambda *a, **k: own(*a, **k) * 2)
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda *a, **k: softmax(*a, **k) * 2)
     assert "torch.nn.functional.softmax is not PyTorch's own" in key(lambda x: x.cos(), x)
 
 

@@ -34,8 +34,8 @@ def saved_bytes(model: nn.Module, x: Tensor, memory: Budget) -> int:
     fast: Any = fc.compile(model, backend="eager", device="h200", memory=memory)
     fast(x).sum().backward()
     plan = next(p for p in fast.plan if p.name.endswith("forward"))
-    made = set(plan.dag.outputs) - set(plan.dag.inputs)
-    return sum(hint(numel(m.shape)) * m.dtype.itemsize for n in made for m in plan.dag.op(n).outputs)
+    saved = set(plan.dag.outputs) - set(plan.dag.inputs)
+    return sum(hint(numel(m.shape)) * m.dtype.itemsize for n in saved for m in plan.dag.op(n).outputs)
 
 
 @pytest.mark.parametrize("memory", ["fast", 0.5, 0.1, 0.0])

@@ -62,9 +62,9 @@ def test_a_loss_beside_omitted_logits_runs_in_chunks(returned: type) -> None:
     fields_of(truth(x.double(), labels))["loss"].backward()
     fields_of(model(x, labels))["loss"].backward()
     eager, model.head.weight.grad = model.head.weight.grad, None
-    whole = fc.compile(model, backend="eager")
-    whole(x, labels)
-    assert "the model returns it" in str(whole.plan) and "omitted" not in str(whole.plan)
+    compiled = fc.compile(model, backend="eager")
+    compiled(x, labels)
+    assert "the model returns it" in str(compiled.plan) and "omitted" not in str(compiled.plan)
 
     fast = fc.compile(model, backend="interpret", omit=("logits",))
     result = fast(x, labels)

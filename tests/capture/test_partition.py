@@ -32,12 +32,12 @@ def calls(graph: fx.Graph) -> list[tuple[object, ...]]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 def test_joint_graphs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, seen = partition.merge_equal, []
+    original, seen = partition.merge_equal, []
 
     def compared(graph: fx.Graph) -> None:
         theirs = compile_utils.fx_graph_cse(graph)
         before = len(graph.nodes)
-        own(graph)
+        original(graph)
         assert calls(graph) == calls(theirs)
         seen.append(before - len(graph.nodes))
 

@@ -29,7 +29,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     gpu = IdleGpu()
     empty: Callable[..., torch.Tensor] = gpu.empty
-    monkeypatch.setattr(gpu, "empty", lambda *given: empty(*given).zero_())
+    monkeypatch.setattr(gpu, "empty", lambda *arguments: empty(*arguments).zero_())
     use(gpu, monkeypatch)
     yield
     torch._dynamo.reset()
@@ -89,18 +89,18 @@ def test_a_budget_is_kept_or_the_plan_says_that_it_is_not() -> None:
     saving it."""
     model, x = blocks(8, 64), torch.randn(512, 64)
 
-    def found(memory: Budget) -> tuple[int, str]:
+    def bytes_and_note(memory: Budget) -> tuple[int, str]:
         torch._dynamo.reset()
         fast: Any = fc.compile(model, tune=False, memory=memory)
         bytes_ = peak(lambda: (fast(x).sum().backward(), model.zero_grad(set_to_none=True)))
         return bytes_, fast.plan[0].notes.get("memory budget", "")
 
-    fast, said = found("fast")
+    fast, said = bytes_and_note("fast")
     assert not said
     before, least = fast, fast
     for budget in (0.9, 0.7, 0.6, fast // 2, 0.4, 0.2, 0.0):
         most = budget * fast if isinstance(budget, float) else budget
-        bytes_, said = found(budget)
+        bytes_, said = bytes_and_note(budget)
         kept = said.startswith("done")
         assert (bytes_ <= OFF * most if kept else OFF * bytes_ > most) and bytes_ <= before
         before, least = bytes_, min(least, bytes_)

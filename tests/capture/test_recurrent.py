@@ -68,7 +68,7 @@ def layers(compiled: Any) -> list[list[str]]:
     calls = [
         [left for left in plan.leftovers if left.reason.startswith("a recurrent")] for plan in compiled.plan
     ]
-    return [[left.target.split(".")[1] for left in found] for found in calls]
+    return [[left.target.split(".")[1] for left in graph] for graph in calls]
 
 
 CASES = [

@@ -97,20 +97,20 @@ def check_derivative(fast: Callable[[Tensor], Tensor], seed: int) -> None:
     x, along = (torch.randn(1, 8, 8, dtype=torch.float64, generator=generator) for _ in range(2))
 
     def value(away: float) -> tuple[Tensor, Tensor]:
-        given = (x + away * along).requires_grad_()
+        point = (x + away * along).requires_grad_()
         torch.manual_seed(seed)
-        return given, fast(given).sum()
+        return point, fast(point).sum()
 
-    given, total = value(0.0)
+    point, total = value(0.0)
     total.backward()
-    assert given.grad is not None
+    assert point.grad is not None
 
     def slope(step: float) -> Tensor:
         return (value(step)[1] - value(-step)[1]).detach() / (2 * step)
 
     # Richardson's extrapolation: the third derivative of a steep program is in the fourth digit of one slope
     exact = (4 * slope(5e-7) - slope(1e-6)) / 3
-    torch.testing.assert_close((given.grad * along).sum(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((point.grad * along).sum(), exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("number", range(8))

@@ -69,8 +69,8 @@ def test_code_before_the_error_runs_once() -> None:
 
 def test_an_error_that_the_model_handles_costs_speed_alone() -> None:
     fast = fc.compile(pooled_or_not)
-    told = r"the call of pooled_or_not could not be compiled: ValueError: Input dim"
-    with pytest.warns(FusionWarning, match=rf"{told}|Observed exception"):  # as TorchDynamo says since 2.15
+    ours = r"the call of pooled_or_not could not be compiled: ValueError: Input dim"
+    with pytest.warns(FusionWarning, match=rf"{ours}|Observed exception"):  # as TorchDynamo says since 2.15
         torch.testing.assert_close(fast(FLAT), FLAT * 3)
     with pytest.raises((ValueError, GraphBreakError), match="at least 3"):
         fc.compile(pooled_or_not, strict=True)(FLAT)

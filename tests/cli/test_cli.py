@@ -168,10 +168,10 @@ class Report:
 def test_every_format_is_written(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, given = Report(), list[Any]()
+    report, calls = Report(), list[Any]()
 
     def explain(target: Any, *args: Any, **kwargs: Any) -> Report:
-        given.append((args[0].shape, kwargs))
+        calls.append((args[0].shape, kwargs))
         return report
 
     monkeypatch.setattr(explanation, "explain", explain)
@@ -181,7 +181,7 @@ def test_every_format_is_written(
     assert (code, out) == (DONE, "the text\n")
     assert report.asked == [("html", "p.html"), ("graphml", "p.graphml")]
     assert dot.read_text() == "digraph {}\n"
-    assert given == [(torch.Size([4, 8]), {"device": "h200", "scale": 2.0})]
+    assert calls == [(torch.Size([4, 8]), {"device": "h200", "scale": 2.0})]
     assert run("explain", f"{model}:named", "--dot", "-") == (DONE, "digraph {}\n", "")
     asked = run("explain", f"{model}:named", "--why", "mm", "add_4")
     assert asked == (DONE, "mm and add_4: contraction\n\nand in the backward\n", "")
@@ -286,8 +286,8 @@ def test_a_module_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monke
     (package / "deep.py").write_text("def example():\n    return len, ([1, 2],)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    found = load("users_package.deep:example")
-    assert found.model is len and found.args == ([1, 2],) and found.kwargs == {}
+    example = load("users_package.deep:example")
+    assert example.model is len and example.args == ([1, 2],) and example.kwargs == {}
 
 
 # -- profile -----------------------------------------------------------------------------------------
@@ -466,8 +466,8 @@ def test_every_command_of_the_page_parses_and_its_model_runs(
         assert commands.parser().parse_args(words).command
     assert {words[0] for words in shown} == {"explain", "profile", "passes", "cache", "doctor"}
     options = set(re.findall(r"`(--[a-z]+)", page))
-    known = {o for _, sub in _commands().items() for o in re.findall(r"--[a-z]+", sub)}
-    assert options - {"--help"} == known, "the page has every option"
+    documented = {o for _, sub in _commands().items() for o in re.findall(r"--[a-z]+", sub)}
+    assert options - {"--help"} == documented, "the page has every option"
     for number, meaning in re.findall(r"^  (\d)  (.*)$", EXIT_CODES, re.MULTILINE):
         assert f"| {number} | {meaning} |" in page
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

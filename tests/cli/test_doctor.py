@@ -25,11 +25,11 @@ from tests import ROOT
 
 def test_this_machine_is_well_and_every_warning_has_a_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "-"]) == DONE
-    found = [Check(**check) for check in json.loads(capsys.readouterr().out)]
-    assert [check.name for check in found] == [name for name, _ in doctor.ALL]
-    assert [check for check in found if check.status == FAIL] == []
-    assert all(bool(check.todo) == (check.status != OK) for check in found)
-    smoke = found[-1]
+    checks = [Check(**check) for check in json.loads(capsys.readouterr().out)]
+    assert [check.name for check in checks] == [name for name, _ in doctor.ALL]
+    assert [check for check in checks if check.status == FAIL] == []
+    assert all(bool(check.todo) == (check.status != OK) for check in checks)
+    smoke = checks[-1]
     assert smoke.status == OK and "right" in smoke.text
     if not torch.cuda.is_available():
         registers = re.search(r"for sm_90 (\d+) registers", smoke.text)

@@ -30,13 +30,14 @@ def gelu(x: Tensor, w: Tensor) -> Tensor:
 
 
 def check(ours: tuple[Tensor, ...], eager: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> None:
-    """Dequantised no further from the truth than eager's; few of the quantised differ, between two."""
-    found, known = (
+    """Check that dequantised values are as close to the truth as eager's, and that few quantised ones
+    differ."""
+    mine, eagers = (
         q.double().unflatten(-1, (s.shape[-1], -1)) * s.double()[..., None] for q, s in (ours, eager)
     )
-    exact = truth[0].unflatten(-1, found.shape[-2:])
+    exact = truth[0].unflatten(-1, mine.shape[-2:])
     assert ours[0].dtype is F8 and ours[1].dtype is eager[1].dtype
-    assert (found - exact).abs().max() <= 1.1 * (known - exact).abs().max()
+    assert (mine - exact).abs().max() <= 1.1 * (eagers - exact).abs().max()
     torch.testing.assert_close(ours[1], eager[1], rtol=0.01, atol=0)
     differ = (ours[0].float() != eager[0].float()).double().mean()
     assert differ < 2e-3, f"{differ:.2%} of the quantised differ"
@@ -169,7 +170,7 @@ def test_sums_and_minima_of_blocks_with_what_is_made_of_them() -> None:
 
 
 def test_sums_over_rows_stand_beside_norms_of_the_rows() -> None:
-    """Normalised over one axis, then over the next: neither may take the other's place."""
+    """The first norm is over one axis, the second over the next: neither may take the other's place."""
 
     def twice(x: Tensor, w: Tensor) -> Tensor:
         y = (x - x.mean(-2, True)) / (x.var(-2, correction=0, keepdim=True) + 0.1).sqrt()

@@ -191,10 +191,10 @@ def test_every_schedule(rows: int) -> None:
         tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))
         return tuple(placed_tile(loops, products, tile, Place.UNROLL, (), device) for tile in tiles)
 
-    for choose, given in ((every, inputs), (looped, inputs), (cramped, few)):
+    for choose, tensors in ((every, inputs), (looped, inputs), (cramped, few)):
         seen: set[str] = set()
         for number in range(40):
-            fast = check(gelu_and_residual, given, number, choose)
+            fast = check(gelu_and_residual, tensors, number, choose)
             (runner,) = fast.compiler.runners.values()
             seen.add(runner.candidates[min(number, len(runner.candidates) - 1)].schedule)
             if number >= len(runner.candidates) - 1:
@@ -280,9 +280,9 @@ def test_threads_of_a_tile_have_no_rows_of_their_own(device: DeviceSpec) -> None
     for shapes in ((1, 1024, 3072), (2, 1024, 1000), (1, 4096, 1024), (1, 4096, 16384), (1, 40, 8192)):
         plan = planned(product, shapes)
         for cluster in plan.clusters:
-            found = [s for s in schedules(cluster.loops, device) if isinstance(s, Placement)]
-            rows = [next(x.lanes for x in s.leaves(cluster.loops.axes) if x.name in ROW_LANES) for s in found]
-            parts = [(s, n) for s, n in zip(found, rows, strict=True) if n < min(shapes[1], 1024)]
+            every = [s for s in schedules(cluster.loops, device) if isinstance(s, Placement)]
+            rows = [next(x.lanes for x in s.leaves(cluster.loops.axes) if x.name in ROW_LANES) for s in every]
+            parts = [(s, n) for s, n in zip(every, rows, strict=True) if n < min(shapes[1], 1024)]
             assert parts and all(s.num_warps * device.warp_size >= 2 * n for s, n in parts)
 
 

@@ -118,7 +118,7 @@ def pointers_in(lines: Sequence[str]) -> set[str]:
 
 def accesses(kernel: Kernel, target: str) -> Iterator[tuple[str, set[str]]]:
     """In order, the loads, stores and waits of the PTX, with the pointers that addresses are made of."""
-    made: dict[str, set[str]] = {}
+    origins: dict[str, set[str]] = {}
     for line in compile_for(kernel, target).asm["ptx"].splitlines():
         text = re.sub(r"^\s*@!?%p\d+\s+", "", line).strip()
         op, registers = text.split(maxsplit=1)[0] if text else "", re.findall(r"%\w+", text)
@@ -127,13 +127,13 @@ def accesses(kernel: Kernel, target: str) -> Iterator[tuple[str, set[str]]]:
         elif op.startswith("ld.param"):
             number = int(re.findall(r"_param_(\d+)", text)[0])
             names = [kernel.arguments[number].name] if number < len(kernel.arguments) else []
-            made |= {register: set(names) for register in registers}
+            origins |= {register: set(names) for register in registers}
         elif op.startswith(("ld.global", "st.global", "atom.global", "red.global")):
             place = re.findall(r"\[([^\]]*)\]", text)[0]
-            yield op[:9], {p for register in re.findall(r"%\w+", place) for p in made.get(register, set())}
-            made |= {r: set() for r in re.findall(r"%\w+", text.split("[")[0])}
+            yield op[:9], {p for register in re.findall(r"%\w+", place) for p in origins.get(register, set())}
+            origins |= {r: set() for r in re.findall(r"%\w+", text.split("[")[0])}
         elif registers:
-            made[registers[0]] = {p for register in registers[1:] for p in made.get(register, set())}
+            origins[registers[0]] = {p for register in registers[1:] for p in origins.get(register, set())}
 
 
 def test_every_kernel_but_the_first_waits_before_all_but_constants() -> None:
@@ -166,8 +166,8 @@ def test_the_wait_stands_there_in_ptx() -> None:
     for cluster in clusters_of(plan):
         for program in programs_of(plan, cluster)[:2]:
             for kernel in program.kernels:
-                found = list(accesses(kernel, "sm_90"))
-                kinds = [kind for kind, _ in found]
+                order = list(accesses(kernel, "sm_90"))
+                kinds = [kind for kind, _ in order]
                 assert "st.global" in kinds and "ld.global" in kinds
                 if not kernel.dependent:
                     assert not any("griddepcontrol" in kind for kind in kinds)
@@ -175,10 +175,10 @@ def test_the_wait_stands_there_in_ptx() -> None:
                 waits = [i for i, kind in enumerate(kinds) if kind == "griddepcontrol.wait"]
                 starts = [i for i, kind in enumerate(kinds) if kind == "griddepcontrol.launch_dependents"]
                 assert len(waits) == len(starts) == 1 and starts[0] < waits[0] < kinds.index("st.global")
-                before = [pointers for kind, pointers in found[: waits[0]] if "global" in kind]
+                before = [pointers for kind, pointers in order[: waits[0]] if "global" in kind]
                 constant = constant_pointers(plan, cluster, program, kernel)
                 assert all(pointers and pointers <= constant for pointers in before), kernel.source
-                assert all(pointers for kind, pointers in found if "global" in kind), "each address is told"
+                assert all(pointers for kind, pointers in order if "global" in kind), "each address is told"
                 early |= {cluster.name} if before else set()
                 for target in ("sm_80", "gfx942"):
                     asm = compile_for(kernel, target).asm
@@ -231,14 +231,14 @@ class Changing(nn.Module):
 def test_what_the_graph_writes_is_no_constant(change: str, count: int) -> None:
     model = Changing(change).requires_grad_(False)
     plan = planned(model, torch.randn(1, WIDTH))
-    told = {name for cluster in plan.clusters for name in cluster.constants or ()}
+    constants = {name for cluster in plan.clusters for name in cluster.constants or ()}
     read = {
         name for c in clusters_of(plan)[1:] for name in c.inputs if plan.dag.op(name).outputs[0].shape[0] > 1
     }
-    assert len(told) <= count and told <= read
+    assert len(constants) <= count and constants <= read
     if not change:
-        assert told
-    for name in told:
+        assert constants
+    for name in constants:
         users = {str(plan.dag.op(user).target) for user in plan.dag.consumers(name)}
         assert not any("copy_" in user or "put_" in user for user in users), users
 
@@ -289,8 +289,8 @@ def test_a_plan_says_what_was_decided() -> None:
     model = Decoder()
     assert "done: 6 of 7 kernels" in str(planned(model, *token()))
     assert note(model, *token(), dependent_launch=False) == "refused: dependent_launch=False"
-    told = note(model, *token(), device="a100")
-    assert told == "refused: a100 has none (sm_80; NVIDIA has it from sm_90 on)"
+    decision = note(model, *token(), device="a100")
+    assert decision == "refused: a100 has none (sm_80; NVIDIA has it from sm_90 on)"
     assert (note(model, *token(), device="mi300x") or "").startswith("refused: mi300x has none")
     assert (note(model, *token(), device="b200") or "").startswith("done")
     assert note(lambda x: torch.softmax(x, -1), token()[0]) is None, "there is no kernel before another"
@@ -313,8 +313,8 @@ def test_training_takes_no_part(wanted: bool | str) -> None:
     assert len(fast.plan) == 2
     for plan in fast.plan:
         assert all(cluster.constants is None for cluster in plan.clusters)
-        told = plan.notes.get(NOTE)
-        assert told is None if wanted == "auto" else "the graph is trained" in told
+        decision = plan.notes.get(NOTE)
+        assert decision is None if wanted == "auto" else "the graph is trained" in decision
 
 
 def test_a_kernel_behind_a_call_is_launched_plainly() -> None:
@@ -382,8 +382,8 @@ def test_launched_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     x, at = token()
     with torch.no_grad():
         torch.testing.assert_close(fast(x, at), exact(x, at), rtol=1e-4, atol=1e-4)
-    told = {build.name: build.dependent for build in gpu.loaded}
-    assert [told[name] for name, _, _ in gpu.launched] == [False, *[True] * (len(gpu.launched) - 1)]
+    dependent = {build.name: build.dependent for build in gpu.loaded}
+    assert [dependent[name] for name, _, _ in gpu.launched] == [False, *[True] * (len(gpu.launched) - 1)]
     build = next(build for build in gpu.loaded if build.dependent)
     assert compile_build(build).metadata.launch_pdl
     assert not compile_build(replace(build, target=("cuda", 80, 32))).metadata.launch_pdl
@@ -485,9 +485,9 @@ SUM = Update(Name("total"), "+", parsed("x * w"))
 def test_first_turns_of_a_loop_are_taken_out_of_it() -> None:
     """Their weights are loaded early; the rest of the loop, and what it adds to, are as they were."""
     loop = counted("0", "40", 8, stages=3, body=[WITHIN, X, W, SUM])
-    found = moved(loop, END, turns=2)
-    wait = found.index(HERE)
-    early, late, rest = found[:wait], found[wait + 1 : -2], found[-2]
+    body = moved(loop, END, turns=2)
+    wait = body.index(HERE)
+    early, late, rest = body[:wait], body[wait + 1 : -2], body[-2]
     early = [s for s in early if isinstance(s, Assign)]
     assert [str(s.value) for s in early[::2]] == ["0 + tl.arange(0, 8)", "8 + tl.arange(0, 8)"]
     names = [s.targets[0] for s in early]
@@ -497,21 +497,21 @@ def test_first_turns_of_a_loop_are_taken_out_of_it() -> None:
     x = [s.targets[0] for s in late if isinstance(s, Assign)]
     sums = [s for s in late if isinstance(s, Update)]
     assert sums == [Update(SUM.target, "+", x[i] * weights[i]) for i in range(2)]
-    assert rest == counted("16", "40", 8, stages=3, body=loop.body) and found[-1] == END
+    assert rest == counted("16", "40", 8, stages=3, body=loop.body) and body[-1] == END
 
 
 def test_a_loop_of_which_no_turn_is_left_is_none() -> None:
-    found = moved(counted("0", "16", 8, [WITHIN, X, W, SUM]), END, turns=4)
-    assert not any(isinstance(s, For) for s in found)
-    assert let("x", "tl.load(x_ptr + col)") in found, "the last turn's values are read behind it"
-    assert found.index(let("w", "tl.load(w_ptr + col)")) < found.index(HERE)
+    body = moved(counted("0", "16", 8, [WITHIN, X, W, SUM]), END, turns=4)
+    assert not any(isinstance(s, For) for s in body)
+    assert let("x", "tl.load(x_ptr + col)") in body, "the last turn's values are read behind it"
+    assert body.index(let("w", "tl.load(w_ptr + col)")) < body.index(HERE)
 
 
 def test_what_a_turn_leaves_to_the_next_keeps_its_name() -> None:
     """The largest so far, say: it is read before it is assigned."""
     largest = let("most", "tl.maximum(most, x * w)")
-    found = moved(counted("0", "32", 8, [WITHIN, X, W, largest]), END, turns=1)
-    (first,) = (s for s in found if isinstance(s, Assign) and s.targets == (Name("most"),))
+    body = moved(counted("0", "32", 8, [WITHIN, X, W, largest]), END, turns=1)
+    (first,) = (s for s in body if isinstance(s, Assign) and s.targets == (Name("most"),))
     assert str(first.value) == "tl.maximum(most, x * w)"
 
 

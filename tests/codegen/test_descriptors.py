@@ -91,9 +91,9 @@ def test_a_convolution_and_its_filters_gradient_load_boxes(geometry: tuple[int, 
         (filter_gradient(n, size, c, geometry), ("x", "g"), of_filters[:, 0]),
     ):
         buffers["out"] = described(out=tuple(truth.shape))["out"]
-        found = [through(placement, *names) for placement in windowed.placements(Analysis(loops), H200)]
-        boxed = [placement for placement in found if refusal(loops, placement, buffers, H200) is None]
-        assert boxed, refusal(loops, found[0], buffers, H200)
+        placements = [through(placement, *names) for placement in windowed.placements(Analysis(loops), H200)]
+        boxed = [placement for placement in placements if refusal(loops, placement, buffers, H200) is None]
+        assert boxed, refusal(loops, placements[0], buffers, H200)
         for placement in random.sample(boxed, min(2, len(boxed))):
             (ours,) = computed(loops, placement, buffers, tensors)
             assert close(ours, truth), placement
@@ -220,8 +220,8 @@ REFUSALS = [
 @pytest.mark.parametrize("geometry, c, text, reason", REFUSALS)
 def test_what_no_box_holds_is_refused(geometry: tuple[int, ...], c: int, text: str, reason: str) -> None:
     loops, buffers = convolution(2, 10, c, geometry), of_convolution(2, 10, c, geometry)
-    found = refusal(loops, Placement.parse(text), buffers, H200)
-    assert found is not None and reason in found
+    why = refusal(loops, Placement.parse(text), buffers, H200)
+    assert why is not None and reason in why
 
 
 def test_refusals_tell_of_buffers_and_devices() -> None:

@@ -84,9 +84,9 @@ class CheckingRunners(Runners):
         for program in programs:
             name = f"{cluster.name} under {program.schedule}"
             run = Runner((program,), by_aten.fallback, name=name, strict=True, backend=self.backend)
-            given = [a.clone() if i in written else a for i, a in enumerate(arguments)]
+            copies = [a.clone() if i in written else a for i, a in enumerate(arguments)]
             try:
-                verifier(replace(cluster, name=name), dag, run, self.table, self.warned)(*given)
+                verifier(replace(cluster, name=name), dag, run, self.table, self.warned)(*copies)
             except HardwareExceededError:
                 self.refused.append(name)
 

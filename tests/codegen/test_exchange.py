@@ -71,7 +71,7 @@ def exchange_rows(
     kind, sent = ("_pair", "-x, x") if pair else ("", "x")
     neutral = f"-{NEUTRAL}, {NEUTRAL}" if pair else f"{NEUTRAL}"
     left = f"{rows} - first_row, {apart}, {splits * splits}"
-    found = "tl.where(-theirs[r][0] == theirs[r][1], theirs[r][1], theirs[r][0])" if pair else "theirs[r]"
+    value = "tl.where(-theirs[r][0] == theirs[r][1], theirs[r][1], theirs[r][0])" if pair else "theirs[r]"
     source = "from fusion_compiler.codegen import math as fm\n" + HEADER + (
         f"def exchange(x_ptr, y_ptr, mail_ptr):\n"
         f"    program = tl.program_id(0)\n"
@@ -88,7 +88,7 @@ def exchange_rows(
         f"    theirs = fm.receive{kind}(boxes, x, parts < {splits}, {neutral}, {left})\n"
         f"    for r in tl.static_range({block}):\n"
         f"        row = first_row + r * {apart}\n"
-        f"        tl.store(y_ptr + (row * {splits} + part) * {lanes} + parts, {found}, mask=row < {rows})\n"
+        f"        tl.store(y_ptr + (row * {splits} + part) * {lanes} + parts, {value}, mask=row < {rows})\n"
     )  # fmt: skip
     blocks = -(-rows // (block * apart)) * apart
     kernel = replace(exchange(splits, warps).kernels[0], source=source, grid=(blocks * splits,))

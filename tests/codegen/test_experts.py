@@ -140,10 +140,10 @@ def mixture(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Tensor:
     counts = torch.histc(ids.float() if x.device.type == "cpu" else ids.int(), len(up), 0, len(up) - 1)
     offsets = counts.cumsum(0, dtype=torch.int32)
     gate, value = in_rows(x[order // 2], up, offsets).chunk(2, -1)
-    made = in_rows(F.silu(gate) * value, down, offsets) * weights[order][:, None]
+    down_rows = in_rows(F.silu(gate) * value, down, offsets) * weights[order][:, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
-    return made[back].unflatten(0, (-1, 2)).sum(1).to(x.dtype)
+    return down_rows[back].unflatten(0, (-1, 2)).sum(1).to(x.dtype)
 
 
 def mixtral(tokens: int, device: str = "cuda") -> list[Tensor]:
@@ -226,13 +226,13 @@ def with_missing_experts(x: Tensor, router: Tensor, up: Tensor, down: Tensor) ->
     ids.clamp_(max=held - 1)
     rows.masked_fill_(missing, 0.0)
     gate, value = in_rows(rows, up[:held], offsets).masked_fill(missing, 0.0).chunk(2, -1)
-    made = in_rows(F.silu(gate) * value, down[:held], offsets).masked_fill(missing, 0.0)
-    made = (made + ids[:, None]) * weights[order].unsqueeze(-1)
-    made.add_(1)
+    down_rows = in_rows(F.silu(gate) * value, down[:held], offsets).masked_fill(missing, 0.0)
+    down_rows = (down_rows + ids[:, None]) * weights[order].unsqueeze(-1)
+    down_rows.add_(1)
     best.mul_(0)  # what was looked up stays
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
-    return made[back].unflatten(0, (-1, 2)).sum(1)
+    return down_rows[back].unflatten(0, (-1, 2)).sum(1)
 
 
 def route(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -264,9 +264,9 @@ def first_row(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
 
 def moved_ids(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
     _, ids, order, offsets = route(x, router)
-    made = in_rows(x[order // 2], up, offsets)
+    rows = in_rows(x[order // 2], up, offsets)
     ids.add_(1)
-    return made
+    return rows
 
 
 def moved_order(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
@@ -279,8 +279,8 @@ def other_ids(x: Tensor, router: Tensor, up: Tensor) -> Tensor:
     """Some expert numbers may be negative; such rows do not count."""
     ids, order = (F.linear(x, router).argmax(-1) - 1).sort()
     offsets = torch.histc(ids.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
-    made = in_rows(x[order], up, offsets)
-    return torch.where(torch.arange(len(x))[:, None] < offsets[-1], made, 0)
+    rows = in_rows(x[order], up, offsets)
+    return torch.where(torch.arange(len(x))[:, None] < offsets[-1], rows, 0)
 
 
 def test_missing_experts_and_writes_in_place() -> None:

@@ -62,10 +62,10 @@ def check(got: Tensor, eager: Tensor, exact: Tensor, what: str, slack: float) ->
     assert not (eager.isfinite() & ~got.isfinite() & (exact != 0)).any(), f"{what}: {got} for {eager}"
     assert not (got.isnan() & ~eager.isnan()).any(), f"{what}: {got} for {eager}"
     assert not (eager.isnan() & exact.isnan() & got.isfinite()).any(), f"{what}: {got} for {eager}"
-    known = got.isfinite() & eager.isfinite() & exact.float().isfinite()
-    if known.any():
-        off, eagers = ((x.double() - exact)[known].abs().max() for x in (got, eager))
-        allowed = 2 * eagers + slack * exact[known].abs().max()
+    finite = got.isfinite() & eager.isfinite() & exact.float().isfinite()
+    if finite.any():
+        off, eagers = ((x.double() - exact)[finite].abs().max() for x in (got, eager))
+        allowed = 2 * eagers + slack * exact[finite].abs().max()
         assert off <= allowed, f"{what}: off by {off}, eager by {eagers}"
 
 

@@ -46,8 +46,8 @@ def without_line_numbers(text: str) -> str:
 
 def test_every_golden_file_has_its_case() -> None:
     expected = {f"{name}.{text}.txt" for name in MAKERS for text in TEXTS}
-    found = {file.name for file in FOLDER.iterdir()}
-    assert found == expected | {f"{name}.eager.txt" for name in NAMES}
+    files = {file.name for file in FOLDER.iterdir()}
+    assert files == expected | {f"{name}.eager.txt" for name in NAMES}
 
 
 def test_goldens_name_no_machine() -> None:
@@ -66,10 +66,10 @@ def test_random_numbers_are_made_again_where_they_are_needed() -> None:
 
 def test_kernels_survive_the_way_through_text() -> None:
     """Kernels that test_sass compiles from their text are the kernels that the emitter returned."""
-    made = [kernel for program in programs_of("layer_norm") for kernel in program.kernels]
+    emitted = [kernel for program in programs_of("layer_norm") for kernel in program.kernels]
     read = parse_kernels(kernels_text("layer_norm"))
-    assert len(read) == len(made) > 2
-    for ours, theirs in zip(read, made, strict=True):
+    assert len(read) == len(emitted) > 2
+    for ours, theirs in zip(read, emitted, strict=True):
         assert (ours.name, ours.source, ours.num_warps, ours.num_stages) == (
             theirs.name,
             theirs.source,

@@ -48,8 +48,8 @@ FUNCTIONS = (row_sums, losses, unlike_sums, maps)
 
 def sharing(compiled: Compiled) -> Cluster:
     """The cluster that has a loop nest for each product."""
-    (found,) = (c for c in compiled.plans[0].clusters if len(c.nests) == 3)
-    return found
+    (cluster,) = (c for c in compiled.plans[0].clusters if len(c.nests) == 3)
+    return cluster
 
 
 def assert_exact(fn: Callable[..., Any], results: tuple[Tensor, ...]) -> None:

@@ -166,8 +166,8 @@ def test_pieces_are_exact(name: str, schedules: Schedules) -> None:
         assert problem is None, problem
     forward = compiled.plans[0]
     assert pieces_of(forward) == case.pieces
-    found = any(isinstance(n, InRange) for nest in nests_of(forward) for n in nest.nodes)
-    assert found == case.conditions or case.pieces == 1
+    has_conditions = any(isinstance(n, InRange) for nest in nests_of(forward) for n in nest.nodes)
+    assert has_conditions == case.conditions or case.pieces == 1
 
 
 def gradients(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -80,8 +80,8 @@ def computed(results: Tensor | Sequence[Tensor], inputs: list[Tensor], seed: int
 @pytest.mark.parametrize(("columns", "dtype"), [(135, torch.float32), (531, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("case", [c for c in CASES if "columns" in c.quick], ids=lambda case: case.name)
 def test_values_and_gradients(case: Case, columns: int, dtype: torch.dtype) -> None:
-    fn, made = case.without_randomness(), case.make(rows=19, columns=columns)
-    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items()}
+    fn, tensors_ = case.without_randomness(), case.make(rows=19, columns=columns)
+    cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors_.items()}
     inputs = [t.requires_grad_(n in case.differentiate) for n, t in cast.items()]
     exact = [t.requires_grad_(x.requires_grad) for t, x in zip(wide(inputs), inputs, strict=True)]
     eager, truth = computed(fn(*inputs), inputs, 1), computed(fn(*exact), exact, 1)
@@ -187,7 +187,7 @@ def test_rows_of_one_lead_are_exchanged_at_once(
     exact = [t.requires_grad_() for t in wide(inputs)]
     compiled = Compiled(fn, schedules=functools.partial(several_rows, block_rows, groups))
     ours, eager, truth = (
-        computed(f(*given), given, 1) for f, given in ((compiled, inputs), (fn, inputs), (fn, exact))
+        computed(f(*args), args, 1) for f, args in ((compiled, inputs), (fn, inputs), (fn, exact))
     )
     problems = [not_as_close(*values) for values in zip(ours, eager, truth, strict=True)]
     assert not any(problems), problems
@@ -228,8 +228,8 @@ def test_inputs_that_begin_within_a_word_take_the_first_candidate() -> None:
     shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
     halfway = torch.empty(x.numel() + 4)[4:].view_as(x).copy_(x)  # aligned to 16 bytes, not to a word
     grids: list[int] = []
-    for given in (x, shifted, x, halfway):
-        got = run(given, w, b)[-1]
+    for argument in (x, shifted, x, halfway):
+        got = run(argument, w, b)[-1]
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
         grids.append(gpu.launched[-1][1][0])
     in_words, row_each = tiled.kernels[0].grid[0], plain.kernels[0].grid[0]

@@ -118,8 +118,8 @@ def test_bytes_that_are_computed_become_floats_exactly(dtype: torch.dtype, zero:
     assert torch.equal(fast(bytes_), f(bytes_))
     (plan,) = fast.plan
     for kernel in kernels_of(plan):
-        whole = zero in (8, 0, -3)
-        assert "fm.from_bits(" in kernel.source and (" - " in kernel.source) is not whole
+        is_integer = zero in (8, 0, -3)
+        assert "fm.from_bits(" in kernel.source and (" - " in kernel.source) is not is_integer
         assert "I2F" not in instructions(kernel, "sm_90")
 
 

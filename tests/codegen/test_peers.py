@@ -379,5 +379,5 @@ def test_the_page_shows_the_kernel() -> None:
     section = page.partition("#### Tiles of several devices\n")[2].partition("\n### ")[0]
     shown = re.findall(r"^    (\S.*)$", section, re.MULTILINE)
     lines = Case(4, 4, 4096, torch.bfloat16).kernel.source.splitlines()
-    found = [line.strip() for line in lines if line.strip() in shown]
-    assert found == shown and len(shown) > 5
+    common = [line.strip() for line in lines if line.strip() in shown]
+    assert common == shown and len(shown) > 5

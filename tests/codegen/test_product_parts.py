@@ -29,14 +29,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("small_matrices")
 
 
-def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]], noise: float = 0.0) -> int:
-    """How many kernels run all of `f`, whose results, and what it leaves in its arguments, are as close to
-    those in float64 as eager's are. given: the same arguments each time, wide where asked."""
+def kernels_of(f: Callable[..., Any], draw: Callable[[bool], list[Tensor]], noise: float = 0.0) -> int:
+    """Return how many kernels run `f`. Its results, and its arguments after the call, must be as close to
+    float64 as eager's. draw: return the same arguments each time, in float64 if asked."""
     fast = fc.compile(f, backend="interpret", strict=True)
-    runs = [given(False), given(False), given(True)]
+    runs = [draw(False), draw(False), draw(True)]
     with torch.no_grad():
-        made = [g(*x) for g, x in zip((fast, f, f), runs, strict=True)]
-    left = [[*r, *x] if isinstance(r, tuple) else [r, *x] for r, x in zip(made, runs, strict=True)]
+        results = [g(*x) for g, x in zip((fast, f, f), runs, strict=True)]
+    left = [[*r, *x] if isinstance(r, tuple) else [r, *x] for r, x in zip(results, runs, strict=True)]
     for ours, eager, exact in zip(*left, strict=True):
         assert not_as_close(ours, eager, exact, noise) is None
     (plan,) = fast.plan
@@ -44,15 +44,15 @@ def kernels_of(f: Callable[..., Any], given: Callable[[bool], list[Tensor]], noi
     return len(plan.clusters)
 
 
-def given(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, place: int | None = None) -> Any:
+def arguments(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, place: int | None = None) -> Any:
     """Random tensors for `kernels_of`, and one that holds a place."""
     seed = torch.seed() % 2**31
 
     def make(wide: bool) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         places = [] if place is None else [torch.tensor([place])]
-        return [*(x.double() if wide else x for x in made), *places]
+        return [*(x.double() if wide else x for x in drawn), *places]
 
     return make
 
@@ -88,7 +88,7 @@ def test_a_rotation_behind_it(
         y = F.linear(x, w, b if bias else None).view(rows, 3, 32)
         return y * cos + turned(y) * sin
 
-    tensors = given((rows, 160), (96, 160), (96,), (32,), (32,), dtype=dtype)
+    tensors = arguments((rows, 160), (96, 160), (96,), (32,), (32,), dtype=dtype)
     assert kernels_of(rotated, tensors) == (1 if rows < 3 else 2)
 
 
@@ -100,7 +100,7 @@ def test_rotations_of_parts_of_one_product(rows: int) -> None:
         q, k, v = (part.unflatten(-1, (-1, 32)) for part in F.linear(x, w).split((128, 64, 64), -1))
         return q * cos + in_halves(q) * sin, k * cos + in_halves(k) * sin, v * 2
 
-    assert kernels_of(rotated, given((rows, 160), (256, 160), (32,), (32,))) == 1
+    assert kernels_of(rotated, arguments((rows, 160), (256, 160), (32,), (32,))) == 1
 
 
 def thirds(y: Tensor) -> tuple[Tensor, ...]:
@@ -143,7 +143,7 @@ def test_parts_of_one_product_are_stored_where_they_belong(
 
     cache = (rows, 1 if parts is of_few_heads else 2, 9, 32)
     matrix = (80, 192) if transposed else (192, 80)
-    assert kernels_of(projected, given((rows, 80), matrix, (192,), cache, cache, place=4)) == 1
+    assert kernels_of(projected, arguments((rows, 80), matrix, (192,), cache, cache, place=4)) == 1
 
 
 @pytest.mark.sample(1)
@@ -162,12 +162,12 @@ def test_every_schedule(rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert products is not None
         tiles = (Tile(tall, 8, 4, stages=3, part=104) for tall in (32, 64, 128))
         shared = (placed_tile(loops, products, tile, Place.UNROLL, (), device) for tile in tiles)
-        found = (*schedules(loops, device), *shared)
-        seen.append(len(found))
-        return (found[number],)
+        placements = (*schedules(loops, device), *shared)
+        seen.append(len(placements))
+        return (placements[number],)
 
     cache, number, seen = (rows, 2, 9, 32), 0, [1]
-    tensors = given((rows, 300), (300, 192), (192,), cache, cache, place=4)
+    tensors = arguments((rows, 300), (300, 192), (192,), cache, cache, place=4)
     noise = noise_of(lambda x, *rest: (x, projected(x, *rest)), tensors, 0)
     monkeypatch.setattr(emit, "schedules_of", looked)
     while number < seen[-1]:
@@ -186,7 +186,7 @@ def test_a_gate_and_what_it_gates_of_one_product(rows: int) -> None:
         gate, up = F.linear(x, w).chunk(2, -1)
         return F.silu(gate) * up
 
-    assert kernels_of(gated, given((rows, 80), (192, 80))) == (1 if rows < 3 else 2)
+    assert kernels_of(gated, arguments((rows, 80), (192, 80))) == (1 if rows < 3 else 2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -206,7 +206,7 @@ def test_projections_rotated_into_a_cache(normed: bool, rows: int) -> None:
 
     matrices = ((256, 160), (64, 160), (64, 160))
     caches = ((rows, 2, 9, 32),) * 2
-    tensors = given((rows, 160), (160,), *matrices, (32,), (32,), *caches, place=4)
+    tensors = arguments((rows, 160), (160,), *matrices, (32,), (32,), *caches, place=4)
     assert kernels_of(projected, tensors) == (1 if rows < 3 else 2)
 
 
@@ -235,13 +235,13 @@ def drawn(rng: Random) -> tuple[Callable[..., tuple[Tensor, ...]], list[tuple[in
         x: Tensor, w: Tensor, b: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, at: Tensor
     ) -> tuple[Tensor, ...]:
         w = w if transposed else w.t()
-        found, results = parts(torch.addmm(b, x, w) if bias else x @ w), [x + 1]
+        pieces, results = parts(torch.addmm(b, x, w) if bias else x @ w), [x + 1]
         for i, kind in enumerate(kinds):
-            part = found[i % len(found)]
+            part = pieces[i % len(pieces)]
             if kind == "put" and part.shape[1] == heads:
                 cache[i].index_copy_(2, at, (part * cos + in_halves(part) * sin)[:, :, None])
             else:
-                results.append(USES.get(kind, USES["turned"])(part, found[0], found[-1], cos, sin))
+                results.append(USES.get(kind, USES["turned"])(part, pieces[0], pieces[-1], cos, sin))
         return tuple(results)
 
     n = count * heads * size
@@ -268,7 +268,7 @@ def test_fresh_programs(number: int) -> None:
         torch._dynamo.reset()
         program, shapes, summed = drawn(Random(each))
         print(f"drawn from {each}")
-        tensors = given(*shapes, place=5)
+        tensors = arguments(*shapes, place=5)
         # of three rows, what is computed of parts may have kernels of its own: x + 1, the product, and three
         most = 4 if shapes[0][0] < 3 else 5
         assert kernels_of(program, tensors, noise_of(program, tensors, summed)) <= most

@@ -223,8 +223,8 @@ def test_every_place_that_uses_a_value_sees_the_same(case: int) -> None:
     rows = draw.choice((3, 40))
     x, z = (torch.randn(rows, 48, generator=generator).to(dtype) for _ in range(2))
     w = torch.randn(48, 48, generator=generator).to(dtype)
-    told = f"seed {seed}, {dtype}, rows {rows}\n{text}"
+    message = f"seed {seed}, {dtype}, rows {rows}\n{text}"
     jumped, y, _ = compiled(scope["program"])(x, z, w, True)
-    assert torch.equal(jumped, eval(jump, scope, {"y": y})), told
+    assert torch.equal(jumped, eval(jump, scope, {"y": y})), message
     alone, _ = compiled(scope["program"])(x, z, w, False)
-    assert torch.equal(alone, jumped), told
+    assert torch.equal(alone, jumped), message

@@ -30,7 +30,7 @@ def nibbles(group: int) -> Function:
     return product
 
 
-def given(rows: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def arguments(rows: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     w = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8)
     return torch.randn(1, width), w, torch.rand(rows, width // group)
 
@@ -38,7 +38,7 @@ def given(rows: int, width: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("schedule", range(4))
 @pytest.mark.parametrize(("width", "group"), [(512, 128), (512, 32), (384, 32), (2048, 64), (96, 48)])
 def test_products_of_nibbles(width: int, group: int, schedule: int) -> None:
-    fn, inputs = nibbles(group), given(24, width, group)
+    fn, inputs = nibbles(group), arguments(24, width, group)
     compiled = Compiled(fn, schedule)
     ours = compiled(*inputs)
     assert not_as_close(ours, fn(*inputs), fn(*map(wide, inputs))) is None
@@ -82,7 +82,7 @@ def normalized(x: Tensor, s: Tensor) -> Tensor:
         (normalized, ((9, 1024), (9, 8))),
         (normalized, ((3, 20000), (3, 1250))),
     ],
-    ids=lambda given: given.__name__ if callable(given) else str(given),
+    ids=lambda arguments: arguments.__name__ if callable(arguments) else str(arguments),
 )
 def test_values_and_gradients(fn: Function, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
     inputs = [torch.randn(*size, dtype=dtype) for size in sizes]
@@ -109,7 +109,7 @@ def plan_of(fn: Function, *inputs: Tensor) -> fc.FusionPlan:
 
 def test_a_byte_is_loaded_once_for_its_two_numbers() -> None:
     """And a scale for its group: a twentieth of the instructions are loads, where more than a tenth were."""
-    plan = plan_of(nibbles(128), *given(4096, 2048, 128))
+    plan = plan_of(nibbles(128), *arguments(4096, 2048, 128))
     (cluster,) = plan.clusters
     for program in programs_of(plan, cluster):
         (kernel,) = program.kernels

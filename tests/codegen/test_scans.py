@@ -82,9 +82,9 @@ def check(fn: Callable[..., Any], x: Tensor, fast: Compiled, width: int) -> None
     outer = torch.randn(truth.shape, dtype=torch.float64)
     most = torch.autograd.grad(truth, inputs[0], outer.abs(), retain_graph=True)[0]
     results = zip((truth, eager, ours), inputs, strict=True)
-    found = [torch.autograd.grad(y, i, outer.to(y.dtype))[0] for y, i in results]
+    gradients = [torch.autograd.grad(y, i, outer.to(y.dtype))[0] for y, i in results]
     noise = steps * rounding_noise(kinds, [most])
-    assert (problem := not_as_close(found[2], found[1], found[0], noise)) is None, problem
+    assert (problem := not_as_close(gradients[2], gradients[1], gradients[0], noise)) is None, problem
 
 
 @pytest.mark.sample(20)
@@ -136,7 +136,7 @@ def in_turn(x: Tensor) -> Tensor:
 
 
 def of_rows(x: Tensor) -> Tensor:
-    """Summed over the rows, and along them."""
+    """One scan is summed over the rows, the other along them."""
     sums = torch.cumsum(x * 2, -1).tanh()
     return sums.flatten(0, -2).sum(0) + sums.sum()
 
@@ -319,10 +319,10 @@ def test_a_router_is_two_products_and_the_kernels_between_them() -> None:
     (weights, place), (ours, ours_place) = model(x), fast(x)
     assert torch.equal(place, ours_place)
     torch.testing.assert_close(ours, weights)
-    found = [
+    results = [
         torch.autograd.grad(y.square().sum(), m.gate.weight)[0] for y, m in ((weights, model), (ours, fast))
     ]
-    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(results[1], results[0])
     assert not [left for plan in fast.plan for left in plan.leftovers if left.rule != "library call"]
 
 
@@ -367,8 +367,8 @@ def test_the_gradient_of_a_running_product_is_one_formula(
     x, sent = x.to(dtype), torch.randn(shape).to(dtype)
 
     def gradient(fn: Callable[[Tensor], Tensor], kind: torch.dtype) -> Tensor:
-        given = x.to(kind).requires_grad_()
-        return torch.autograd.grad(fn(given), given, sent.to(kind))[0]
+        leaf = x.to(kind).requires_grad_()
+        return torch.autograd.grad(fn(leaf), leaf, sent.to(kind))[0]
 
     ours, eager, true = (
         gradient(fast, dtype),
@@ -386,8 +386,8 @@ def test_the_gradient_of_a_running_product_in_another_dtype_is_computed_in_that(
     x, sent = torch.randn(4, 300) / 4 + 1, torch.randn(4, 300, dtype=torch.float64)
 
     def gradient(fn: Callable[[Tensor], Tensor], kind: torch.dtype) -> Tensor:
-        given = x.to(kind).requires_grad_()
-        return torch.autograd.grad(fn(given), given, sent)[0]
+        leaf = x.to(kind).requires_grad_()
+        return torch.autograd.grad(fn(leaf), leaf, sent)[0]
 
     true, eager, ours = (
         gradient(f, kind)

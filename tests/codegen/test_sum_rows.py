@@ -49,8 +49,8 @@ def means(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.index_add(0, index, rows) / (1 + counts)
 
 
-def results(function: Callable[..., Tensor], index: Tensor, *given: Tensor) -> list[Tensor]:
-    x, rows = (t.detach().requires_grad_() for t in given)
+def results(function: Callable[..., Tensor], index: Tensor, *tensors: Tensor) -> list[Tensor]:
+    x, rows = (t.detach().requires_grad_() for t in tensors)
     out = function(x, index, rows)
     torch.manual_seed(7)
     upstream = torch.randn(out.shape, dtype=torch.float64).to(out)
@@ -109,11 +109,11 @@ def test_tiles_whose_rows_add_up_the_same_numbers_compile() -> None:
 def test_a_number_that_most_rows_have_is_summed_in_blocks(dtype: torch.dtype, rows: int) -> None:
     """No program adds up more than a few hundred rows, one after the other."""
     torch.manual_seed(5)
-    x, given = torch.randn(9, 2, dtype=dtype), torch.randn(rows, 2, dtype=dtype)
+    x, added = torch.randn(9, 2, dtype=dtype), torch.randn(rows, 2, dtype=dtype)
     index = torch.randint(9, (rows,)).clamp(max=4) % 4
     fast = fc.compile(add_rows, backend="interpret", strict=True)
-    exact = results(add_rows, index, x.double(), given.double())
-    eager, ours = results(add_rows, index, x, given), results(fast, index, x, given)
+    exact = results(add_rows, index, x.double(), added.double())
+    eager, ours = results(add_rows, index, x, added), results(fast, index, x, added)
     for got, theirs, truth in zip(ours, eager, exact, strict=True):
         assert (reason := not_as_close(got, theirs, truth)) is None, reason
     sums = [op for op in map(fast.plan[0].dag.op, fast.plan[0].dag.order) if "sum_rows" in str(op.target)]
@@ -122,9 +122,9 @@ def test_a_number_that_most_rows_have_is_summed_in_blocks(dtype: torch.dtype, ro
 
 @pytest.mark.parametrize(("count", "rows"), [(5, 0), (0, 0), (1, 1)])
 def test_nothing_to_add(count: int, rows: int) -> None:
-    x, index, given = torch.randn(count, 64), torch.zeros(rows, dtype=torch.int64), torch.randn(rows, 64)
+    x, index, added = torch.randn(count, 64), torch.zeros(rows, dtype=torch.int64), torch.randn(rows, 64)
     fast = fc.compile(with_more, backend="interpret", strict=True)
-    torch.testing.assert_close(fast(x, index, given), with_more(x, index, given))
+    torch.testing.assert_close(fast(x, index, added), with_more(x, index, added))
 
 
 def test_one_kernel_with_what_comes_before_and_after() -> None:
@@ -176,12 +176,12 @@ def test_sums_of_neighbours_are_stored_together(columns: int) -> None:
 
 def test_sums_of_sums_are_two_kernels() -> None:
     """The gradient of a lookup in a lookup: each of its terms would be a loop of its own."""
-    x, first, then = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (250,))
+    x, first, second = torch.randn(30, 96), torch.randint(30, (200,)), torch.randint(200, (250,))
     x.requires_grad_()
-    fast = fc.compile(lambda x, first, then: x[first][then] * 2, backend="interpret", strict=True)
+    fast = fc.compile(lambda x, first, second: x[first][second] * 2, backend="interpret", strict=True)
     sent = torch.randn(250, 96)
-    (ours,) = torch.autograd.grad(fast(x, first, then), x, sent)
-    (exact,) = torch.autograd.grad(x.double()[first][then] * 2, x, sent.double())
+    (ours,) = torch.autograd.grad(fast(x, first, second), x, sent)
+    (exact,) = torch.autograd.grad(x.double()[first][second] * 2, x, sent.double())
     torch.testing.assert_close(ours, exact.float())
     backward = fast.plan[-1]
     assert len([c for c in backward.clusters if "sum_rows" in c.name]) == 2
@@ -196,7 +196,7 @@ def test_a_number_that_no_row_has_is_an_error(number: int) -> None:
         fast(x, index, rows)
 
 
-def whole(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+def all_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.long().index_add(0, index, rows.long())
 
 
@@ -204,7 +204,7 @@ def overwriting(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return x.index_put([index], rows)
 
 
-@pytest.mark.parametrize("function", [whole, overwriting], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [all_rows, overwriting], ids=lambda f: f.__name__)
 def test_others_stay_the_librarys(function: Callable[..., Tensor]) -> None:
     x, rows, index = torch.randn(30, 96), torch.randn(20, 96), torch.randperm(30)[:20]
     fast = fc.compile(function, backend="interpret")

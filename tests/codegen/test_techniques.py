@@ -173,11 +173,11 @@ class Example:
             for tensor in tensors:
                 tensor.requires_grad_(self.gradients and tensor.is_floating_point())
             plans = fc.explain(self.fn, *tensors, device=DEVICE).plans
-        found: list[str] = []
+        texts: list[str] = []
         for plan in plans:
-            given = [node.name for node in plan.dag.module.graph.nodes if node.op == "placeholder"]
+            placeholders = [node.name for node in plan.dag.module.graph.nodes if node.op == "placeholder"]
             for cluster in plan.clusters:
-                constants = tuple(given[i] for i in self.weights) or None
+                constants = tuple(placeholders[i] for i in self.weights) or None
                 key = canonical(replace(cluster, constants=constants), plan.dag)
                 buffers = {b.name: b for b in key.buffers}
                 device = device_spec(DEVICE)
@@ -189,8 +189,8 @@ class Example:
                     through = (*placement.directives, Via(self.boxed, Access.DESCRIPTOR))
                     placement = replace(placement, directives=through)
                     programs = (program_of(key.nests, placement, cluster.name, "", buffers, device),)
-                found += ["\n".join(kernel.source for kernel in p.kernels) for p in programs]
-        return [re.sub(r"test_techniques\.py:\d+", "model.py:7", text) for text in found]
+                texts += ["\n".join(kernel.source for kernel in p.kernels) for p in programs]
+        return [re.sub(r"test_techniques\.py:\d+", "model.py:7", text) for text in texts]
 
 
 EXAMPLES = {
@@ -279,9 +279,9 @@ def missing(block: str, text: str) -> str | None:
 
 
 def test_each_technique_has_an_example_and_a_pair() -> None:
-    found = pairs()
-    assert list(found) == list(EXAMPLES)
-    for name, blocks in found.items():
+    by_name = pairs()
+    assert list(by_name) == list(EXAMPLES)
+    for name, blocks in by_name.items():
         before, after = blocks
         assert before.startswith("# before\n") and after.startswith("# after: "), name
         for block in blocks:

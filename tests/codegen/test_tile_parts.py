@@ -136,8 +136,8 @@ def test_every_part_is_summed_once(
     program = built(loops, placement, {"x": shape, "w": (shape[1], shape[2]), **outputs})
     x, w = torch.randn(shape), torch.randn(shape[1], shape[2])
     monkeypatch.setattr(torch, "empty_strided", poisoned)
-    given = {"x": x, "w": w}
-    ours = interpret(program, [given[b.name] for b in program.inputs])
+    tensors = {"x": x, "w": w}
+    ours = interpret(program, [tensors[b.name] for b in program.inputs])
     for result, truth in zip(ours, expected(x.double(), w.double(), kept), strict=True):
         torch.testing.assert_close(result, truth.float(), rtol=1e-5, atol=1e-4)
 
@@ -382,10 +382,10 @@ def test_a_sum_over_pixels_keeps_channels_that_lie_inside_of_them() -> None:
         return F.silu(F.group_norm(x + shift[:, :, None, None], 8, weight))
 
     def gradients(fn: Callable[..., Tensor], order: torch.memory_format, dtype: torch.dtype) -> list[Tensor]:
-        given = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, shift)]
-        first = given[0].contiguous(memory_format=order)
-        fn(first, *given[1:]).backward(out.to(dtype).contiguous(memory_format=order))
-        return [t.grad for t in given if t.grad is not None]
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight, shift)]
+        first = leaves[0].contiguous(memory_format=order)
+        fn(first, *leaves[1:]).backward(out.to(dtype).contiguous(memory_format=order))
+        return [t.grad for t in leaves if t.grad is not None]
 
     rows = torch.contiguous_format
     eager, truth = (gradients(block, rows, d) for d in (torch.float32, torch.float64))

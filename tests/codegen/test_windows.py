@@ -47,10 +47,10 @@ def check(function: Any, *args: Tensor, case: object) -> None:
     programs, values = programs_of(function, *args)
     for program in random.sample(programs, min(2, len(programs))):
         inputs = [values[b.name] for b in program.inputs]
-        given = [x.to(b.dtype).contiguous() for x, b in zip(inputs, program.inputs, strict=True)]
+        arguments = [x.to(b.dtype).contiguous() for x, b in zip(inputs, program.inputs, strict=True)]
         laid = [
             torch.empty_strided(b.shape, b.stride, dtype=b.dtype).copy_(x)  # type: ignore[arg-type]
-            for x, b in zip(given, program.inputs, strict=True)
+            for x, b in zip(arguments, program.inputs, strict=True)
         ]
         results = interpret(program, laid, [])
         for result, buffer in zip(results, program.outputs, strict=True):

@@ -98,12 +98,12 @@ def differ(ours: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Tensor:
 
 
 def beside_a_full_device(name: str) -> None:
-    step, fill, own = step_of(name), Filler(), torch.cuda.Stream()
+    step, fill, stream = step_of(name), Filler(), torch.cuda.Stream()
     expected, wrong = step(), torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     for turn in range(TURNS):
         fill(10 + turn % 7 * 5)  # before, and while they wait
-        with torch.cuda.stream(own):
+        with torch.cuda.stream(stream):
             wrong += differ(step(), expected)
         fill(10 + turn % 5 * 10)
         if turn % 20 == 0:
@@ -129,18 +129,18 @@ def on_streams_of_their_own(*names: str) -> None:
 
 
 def in_a_graph(name: str) -> None:
-    fill, own = Filler(), torch.cuda.Stream()
-    with torch.cuda.stream(own):  # autograd returns to the stream on which a leaf was made
+    fill, stream = Filler(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # autograd returns to the stream on which a leaf was made
         step = step_of(name)
         expected = step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=own):
+    with torch.cuda.graph(graph, stream=stream):
         results = step()
     wrong = 0
     for turn in range(50):
         fill(10 + turn % 7 * 5)
-        with torch.cuda.stream(own):
+        with torch.cuda.stream(stream):
             graph.replay()
         fill(30)
         torch.cuda.synchronize()
@@ -154,8 +154,8 @@ def without_one_that_is_waited_for() -> None:
     from tests.codegen.test_exchange import exchange, numbers
 
     fm.PATIENCE = tl.constexpr(1 << 12)  # looks
-    whole = exchange(2)
-    half = replace(whole, kernels=tuple(replace(k, grid=(1,)) for k in whole.kernels))
+    both = exchange(2)
+    half = replace(both, kernels=tuple(replace(k, grid=(1,)) for k in both.kernels))
 
     def never(*_: Any) -> Any:
         raise AssertionError("the fallback was called")

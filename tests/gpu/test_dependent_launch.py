@@ -37,10 +37,10 @@ def test_ten_thousand_replays(dtype: torch.dtype, some: bool, monkeypatch: pytes
     if some:
         numbers, init = itertools.count(), launch._Bound.__init__
 
-        def every_second(self: launch._Bound, *given: Any) -> None:
-            init(self, *given, behind=next(numbers) % 2 == 0)
+        def every_second(self: launch._Bound, *arguments: Any) -> None:
+            init(self, *arguments, behind=next(numbers) % 2 == 0)
 
-        monkeypatch.setattr(launch._Bound, "__init__", lambda s, *given, **_: every_second(s, *given))
+        monkeypatch.setattr(launch._Bound, "__init__", lambda s, *passed, **_: every_second(s, *passed))
     model = Decoder(LAYERS, WIDTH).to(CUDA, dtype)
     plain = fc.compile(
         copy.deepcopy(model), dependent_launch=False, tune=False, dynamic=False, strict=True, cudagraphs=True
@@ -51,12 +51,12 @@ def test_ten_thousand_replays(dtype: torch.dtype, some: bool, monkeypatch: pytes
     wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
     with torch.no_grad():
         for _ in range(LAYERS + 1):  # each layer's cache stays as it is once the one before it does
-            expected, found, theirs = (a_round(f, inputs) for f in (plain, fast, other))
+            expected, results, theirs = (a_round(f, inputs) for f in (plain, fast, other))
             truth = a_round(exact, inputs.double())
         assert fast.plan[0].notes[NOTE].startswith("done"), fast.plan[0].notes[NOTE]
         assert plain.plan[0].notes[NOTE].startswith("refused")
-        assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
-        for ours, eager, true in zip(found, theirs, truth, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(expected, results, strict=True))
+        for ours, eager, true in zip(results, theirs, truth, strict=True):
             assert not (problem := not_worse(ours, eager, true)), problem
         weight = model.get_parameter("layers.0.up.weight")
         kept, none = weight.clone(), torch.zeros_like(weight)

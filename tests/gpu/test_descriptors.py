@@ -72,8 +72,8 @@ def test_threads_graphs_and_other_addresses() -> None:
         tensors = random_inputs(buffers)
         return [tensors[b.name] for b in programs[0].inputs]
 
-    def check(ours: Tensor, given: list[Tensor]) -> None:
-        (truth,) = interpret(programs[1], given)
+    def check(ours: Tensor, inputs: list[Tensor]) -> None:
+        (truth,) = interpret(programs[1], inputs)
         torch.testing.assert_close(ours.cpu(), truth, rtol=1e-5, atol=1e-5)
 
     host = drawn()

@@ -83,7 +83,7 @@ def drawn(rng: random.Random) -> tuple[Call, dict[str, object]]:
     return call, {"attn_mask": mask, "dropout_p": dropout, "is_causal": causal, "enable_gqa": grouped}
 
 
-def told(call: Call) -> str:
+def described_call(call: Call) -> str:
     """A call in one line: dtype, shape and strides of its tensors, and the other arguments."""
     tensors = (call.query, call.key, call.value, call.mask)
     parts = ["-" if t is None else f"{t.dtype} {list(t.shape)} {t.stride()}" for t in tensors]
@@ -98,7 +98,7 @@ def test_the_kernel_of_attention_is_pytorchs_choice() -> None:
     for _ in range(400):
         call, options = drawn(rng)
         chosen = torch._fused_sdp_choice(call.query, call.key, call.value, **options)  # type: ignore[arg-type]
-        assert int(backend_of(call, spec)) == chosen, told(call)
+        assert int(backend_of(call, spec)) == chosen, described_call(call)
 
 
 def test_attention_of_the_plan_is_the_operator_that_runs() -> None:
@@ -125,5 +125,5 @@ def test_attention_of_the_plan_is_the_operator_that_runs() -> None:
 def test_a_module_on_the_gpu_gives_the_plan_of_one_on_the_cpu() -> None:
     model, x, _ = CASES["dropout"]
     on_gpu: nn.Module = copy.deepcopy(model).to(DEVICE)
-    there = fc.explain(on_gpu, x.to(DEVICE), device=DEVICE)
-    assert described(there.plans) == described(fc.explain(model, x, device=DEVICE).plans)
+    on_device = fc.explain(on_gpu, x.to(DEVICE), device=DEVICE)
+    assert described(on_device.plans) == described(fc.explain(model, x, device=DEVICE).plans)

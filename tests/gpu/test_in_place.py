@@ -65,20 +65,20 @@ def test_statistics_of_batch_norms(size: tuple[int, ...]) -> None:
 
 def test_a_cache_of_a_gigabyte_takes_no_more_memory() -> None:
     c = torch.randn(8, 16, 16384, 128, device=CUDA)
-    given = [torch.randn(8, 16, 1, 128, device=CUDA), torch.randn(8, 16, 1, 64, device=CUDA)]
+    tensors = [torch.randn(8, 16, 1, 128, device=CUDA), torch.randn(8, 16, 1, 64, device=CUDA)]
     at, q = torch.tensor([16000], device=CUDA), torch.randn(8, 16, 1, 128, device=CUDA)
     fast = fc.compile(rotated, strict=True)
-    fast(c, *given, at, q)
+    fast(c, *tensors, at, q)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, kept = torch.cuda.memory_allocated(), c[:, :, :16000].clone()
     before += kept.nbytes
     torch.cuda.reset_peak_memory_stats()
-    fast(c, *given, at, q)
+    fast(c, *tensors, at, q)
     assert torch.cuda.max_memory_allocated() - before < c.nbytes / 16
     assert torch.equal(c[:, :, :16000], kept)
     want = c.clone()
-    torch.testing.assert_close(fast(c, *given, at, q), rotated(want, *given, at, q), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(fast(c, *tensors, at, q), rotated(want, *tensors, at, q), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(c, want)
 
 

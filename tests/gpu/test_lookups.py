@@ -65,7 +65,7 @@ def test_it_is_an_error_that_names_the_line(name: str, index: int, said: str, tm
     assert said in done.stderr or (index < 0 and not done.stderr)
 
 
-def given(buffer: Buffer) -> torch.Tensor:
+def tensor_for(buffer: Buffer) -> torch.Tensor:
     shape = tuple(map(int, buffer.shape))
     if buffer.dtype.is_floating_point:
         return torch.randn(shape, device=CUDA).to(buffer.dtype)
@@ -79,7 +79,7 @@ def test_a_check_takes_no_time(name: str) -> None:
     gpu = gpu_of(0)
     for program in checked:
         plain = replace(program, kernels=tuple(map(unchecked, program.kernels)))
-        inputs = [given(buffer) for buffer in program.inputs]
+        inputs = [tensor_for(buffer) for buffer in program.inputs]
         runs = [Runner((p,), _never, name=name, strict=True) for p in (program, plain)]
         calls = [functools.partial(run, *inputs) for run in runs]
         measured = [gpu.times(calls) for _ in range(3)]  # the best: clocks drift by more than a check takes

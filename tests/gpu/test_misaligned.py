@@ -40,12 +40,12 @@ def test_values_and_gradients_are_as_close_as_eagers(case: Case, number: int) ->
 
 @pytest.mark.parametrize("offset", [1, 4, 7])
 def test_inputs_that_begin_within_a_word(offset: int) -> None:
-    """Compiled and tuned for aligned inputs, then called with others, and the reverse."""
+    """The kernel is compiled and tuned for aligned inputs, then called with others, and the reverse."""
     x = torch.randn(2049 * 5793 + offset, device=CUDA, dtype=torch.bfloat16)
     aligned, shifted = x[:-offset].view(2049, 5793), x[offset:].view(2049, 5793)
     for first, second in ((aligned, shifted), (shifted, aligned)):
         torch._dynamo.reset()
         fast = fc.compile(lambda t: torch.softmax(t, -1), strict=True)
-        for given in (first, second):
-            got, want = fast(given), torch.softmax(given.double(), -1)
+        for argument in (first, second):
+            got, want = fast(argument), torch.softmax(argument.double(), -1)
             torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-9)

@@ -56,7 +56,7 @@ def test_results_and_every_gradient_are_as_close_as_eagers(workload: Workload) -
     """Eager rounds more often; where it does not, the mean of some dozen tensors is off by two per cent.
 
     One expert chosen otherwise, or one rounding in a long scan, moves the errors of all tensors together:
-    over twelve draws the ratio was .85 to 1.13 for Mixtral and .88 to 1.05 for Mamba, with means of .99. If
+    over twelve draws the ratio was 0.85 to 1.13 for Mixtral and 0.88 to 1.05 for Mamba; means are 0.99. If
     one draw is above the bar, the mean of eight is held to it.
     """
     ratios = [errors(workload, 0)["error_to_eager"]]

@@ -33,7 +33,7 @@ def test_steps_are_as_close_to_the_truth_as_eager(name: str, dtype: torch.dtype)
     fused = fc.fuse_optimizer(*pairs[0], strict=True)
     take_steps(pairs, 20, schedule)
     check(*pairs)
-    assert not fused.own
+    assert not fused.unfused
 
 
 @pytest.mark.parametrize(("when", "flag"), [("backward", True), ("forward", None)])
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
     """Its counters are on the device; ours are on the host."""
     model = nn.Linear(300, 300).cuda()
     eager = copy.deepcopy(model)
-    torchs, whole = (AdamW(m.parameters(), fused=True) for m in (model, eager))
+    torchs, uninterrupted = (AdamW(m.parameters(), fused=True) for m in (model, eager))
     steps = [[torch.randn_like(p) for p in model.parameters()] for _ in range(9)]
 
     def go(m: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
     back = AdamW(model.parameters(), fused=True)
     back.load_state_dict(copy.deepcopy(ours.state_dict()))
     go(model, back, 6, 9)
-    go(eager, whole, 0, 9)
+    go(eager, uninterrupted, 0, 9)
     for one, two in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
     assert back.state[model.weight]["step"] == 9
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_torchs_fused_optimizer_goes_on_and_back() -> None:
 def test_stochastic_rounding_draws_what_aten_draws() -> None:
     """One step of SGD, by the same seed."""
     grad = torch.randn(5000, device="cuda").bfloat16()
-    made: list[torch.Tensor] = []
+    stepped: list[torch.Tensor] = []
     for backend in ("auto", "eager"):
         model = nn.ParameterList([nn.Parameter(torch.ones(5000, device="cuda").bfloat16())])
         optimizer = SGD(model, lr=0.01)
@@ -111,9 +111,9 @@ def test_stochastic_rounding_draws_what_aten_draws() -> None:
         for one in (torch.zeros_like(grad), grad):
             model[0].grad = one
             optimizer.step()
-        made.append(model[0].detach())
-    differ = (made[0] != made[1]).float().mean().item()  # where a fused product has another last digit
-    assert differ < 1e-3 and not torch.equal(made[0], (1 - 0.01 * grad.float()).bfloat16())
+        stepped.append(model[0].detach())
+    differ = (stepped[0] != stepped[1]).float().mean().item()  # where a fused product has another last digit
+    assert differ < 1e-3 and not torch.equal(stepped[0], (1 - 0.01 * grad.float()).bfloat16())
 
 
 def test_a_compiled_backward_frees_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_values(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [40, 8000])
 @pytest.mark.parametrize("cudagraphs", ["auto", False, True])
 def test_graphs_that_are_kept(rows: int, cudagraphs: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded, as launches take longest where there are few rows, and not."""
+    """Run with and without recording: launches take longest where there are few rows."""
     monkeypatch.setattr("fusion_compiler.stitch.order.LEAST_PLACED", 1)
     model = Gated().to(CUDA)
     wide = copy.deepcopy(model).double()
@@ -39,13 +39,13 @@ def test_graphs_that_are_kept(rows: int, cudagraphs: bool | str, monkeypatch: py
     for keeps in ([False], [True, False], [False], [True, True, False], [False]):
         x = torch.randn(rows, 24, device=CUDA)
         loss = fast(x).square().mean()
-        found = [gradients(model, loss, keep) for keep in keeps]
+        both = [gradients(model, loss, keep) for keep in keeps]
         eager = gradients(model, model(x).square().mean(), keep=False)
         truth = gradients(wide, wide(x.double()).square().mean(), keep=False)
-        for ours in found:
+        for ours in both:
             for results in zip(ours, eager, truth, strict=True):
                 assert not_as_close(*results) is None
-    saved = {given for _, given in placed(fast)}
+    saved = {argument for _, argument in placed(fast)}
     assert cudagraphs is True or any(not saved.isdisjoint(plan.dag.inputs) for plan in fast.plan)
 
 

@@ -61,11 +61,11 @@ def test_the_sum_is_the_steps_device_time(profiled: tuple[nn.Module, Tensor, Pro
         model.zero_grad(set_to_none=True)
         model(x).backward()
 
-    whole = device_time(step, CUDA, repetitions=5).seconds * 1e6
+    step_us = device_time(step, CUDA, repetitions=5).seconds * 1e6
     inside = sum(m.us * m.calls for m in result.units)
     assert inside + result.outside_us == pytest.approx(result.work_us, rel=0.05)
     assert result.outside_us <= 0.1 * result.work_us, result.unmatched
-    assert result.work_us == pytest.approx(whole, rel=0.15)
+    assert result.work_us == pytest.approx(step_us, rel=0.15)
 
 
 def test_slices_of_the_trace_carry_names(profiled: tuple[nn.Module, Tensor, Profile], tmp_path: Path) -> None:

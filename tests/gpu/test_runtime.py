@@ -57,14 +57,14 @@ def test_offsets_past_two_to_the_31(columns: int) -> None:
     x = torch.randn(rows, columns, device=CUDA, dtype=torch.bfloat16)
     assert x.numel() > 2**31
     with torch.no_grad():
-        whole = fc.compile(gelu_norm, strict=True)(x, weight)
+        result = fc.compile(gelu_norm, strict=True)(x, weight)
         for part in (slice(0, 64), slice(rows - 64, rows)):
             exact = gelu_norm(x[part].double(), weight.double())
-            assert not not_worse(whole[part], gelu_norm(x[part], weight), exact)
+            assert not not_worse(result[part], gelu_norm(x[part], weight), exact)
         # Elsewhere, where an offset that wrapped would have written.
         middle = rows // 2
         exact = gelu_norm(x[middle : middle + 64].double(), weight.double())
-        assert not not_worse(whole[middle : middle + 64], gelu_norm(x[middle : middle + 64], weight), exact)
+        assert not not_worse(result[middle : middle + 64], gelu_norm(x[middle : middle + 64], weight), exact)
 
 
 def test_capture_in_a_cuda_graph_replays_with_new_values() -> None:

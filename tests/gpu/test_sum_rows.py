@@ -20,13 +20,13 @@ def test_values_and_gradients(
     function: Callable[..., Tensor], dtype: torch.dtype, count: int, rows: int, width: int
 ) -> None:
     torch.manual_seed(count)
-    x, given = (torch.randn(n, width, device="cuda", dtype=dtype) for n in (count, rows))
+    x, added = (torch.randn(n, width, device="cuda", dtype=dtype) for n in (count, rows))
     index = torch.randint(count, (rows,), device="cuda")
     index[: rows // 2] = count // 2  # of one number as many as of all others
     fast = fc.compile(function, strict=True)
-    exact = results(function, index, x.double(), given.double())
-    eager, ours = results(function, index, x, given), results(fast, index, x, given)
+    exact = results(function, index, x.double(), added.double())
+    eager, ours = results(function, index, x, added), results(fast, index, x, added)
     for got, theirs, truth in zip(ours, eager, exact, strict=True):
         assert (reason := not_as_close(got, theirs, truth)) is None, reason
-    for got, again in zip(ours, results(fast, index, x, given), strict=True):
+    for got, again in zip(ours, results(fast, index, x, added), strict=True):
         assert torch.equal(got, again)

@@ -34,11 +34,11 @@ def test_values_and_gradients_are_as_close_as_eagers(case: Case, dtype: torch.dt
 
 @pytest.mark.parametrize("case", (*CASES, *CAT_CASES), ids=lambda case: case.name)
 def test_one_cluster_forward_and_one_backward_at_the_sizes_that_count(case: Case) -> None:
-    """Planned on meta tensors, for the device that the figures are of."""
-    made = case.inputs("meta")
+    """The plan is that of meta tensors, for the device of the published figures."""
+    tensors = case.inputs("meta")
     if case.name == "cross-entropy":  # PyTorch's nll_loss loses its gradient on meta tensors: fewer rows
-        made = dataclasses.replace(case, sizes={**case.sizes, "rows": 64}).inputs("cpu")
-    inputs = leaves(made, case.differentiate)
+        tensors = dataclasses.replace(case, sizes={**case.sizes, "rows": 64}).inputs("cpu")
+    inputs = leaves(tensors, case.differentiate)
     fast = fc.compile(case.fn, backend="eager", device="h200")
     outputs = fast(*inputs.values())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

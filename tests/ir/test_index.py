@@ -72,15 +72,15 @@ def test_a_view_shows_the_element_of_the_same_number(shape: tuple[int, ...], dat
     target = (*into, rest)
     factors = [[s] for s in shape]
     for _ in range(20):
-        sizes = tuple(f for own in factors for f in own)
+        sizes = tuple(f for parts in factors for f in parts)
         numbers = iter(range(len(sizes)))
         coords = tuple(
-            flatten(tuple(axis(next(numbers)) for _ in own), row_major(tuple(own))) for own in factors
+            flatten(tuple(axis(next(numbers)) for _ in parts), row_major(tuple(parts))) for parts in factors
         )
         try:
             seen = regroup(coords, shape, target, Extents(sizes))
         except NeedsSplit as split:
-            flat = [(d, i) for d, own in enumerate(factors) for i in range(len(own))]
+            flat = [(d, i) for d, parts in enumerate(factors) for i in range(len(parts))]
             d, i = flat[split.axis]
             assert factors[d][i] % split.inner == 0
             factors[d][i : i + 1] = [factors[d][i] // int(split.inner), int(split.inner)]
@@ -118,11 +118,11 @@ def test_an_index_at_a_value_and_in_steps(
     sizes: tuple[int, ...], const: int, step: int, data: st.DataObject
 ) -> None:
     index = shifted(combine([(axis(i), 12 * (i + 1)) for i in range(len(sizes))]), const)
-    key, found = data.draw(st.integers(0, len(sizes) - 1)), divided(index, step)
-    assert found is not None
+    key, quotient = data.draw(st.integers(0, len(sizes) - 1)), divided(index, step)
+    assert quotient is not None
     for point in points(sizes):
         assert at(fixed(index, key, point[key]), (*point[:key], 99, *point[key + 1 :])) == at(index, point)
-        assert (at(found[0], point), found[1]) == divmod(at(index, point), step)
+        assert (at(quotient[0], point), quotient[1]) == divmod(at(index, point), step)
     assert divided(combine([(axis(0), 7)]), step) is None
 
 

@@ -69,10 +69,10 @@ def axes_of(text: str) -> tuple[Axis, ...]:
     ],
 )
 def test_what_tiles_are_reduced_over(axes: str, reduced: set[int], over: frozenset[str]) -> None:
-    own, reduce = axes_of(axes), Reduce("sum", 0, frozenset(reduced), torch.float32)
-    assert reduced_groups(own, reduce) == over
-    whole = reduce.axes == axes_in(own, over)
-    assert kept_axes(own, reduce) == (frozenset() if whole else axes_in(own, TILE) - reduce.axes)
+    tile, reduce = axes_of(axes), Reduce("sum", 0, frozenset(reduced), torch.float32)
+    assert reduced_groups(tile, reduce) == over
+    total = reduce.axes == axes_in(tile, over)
+    assert kept_axes(tile, reduce) == (frozenset() if total else axes_in(tile, TILE) - reduce.axes)
 
 
 NODES: list[Node] = [

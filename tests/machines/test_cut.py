@@ -71,5 +71,5 @@ def test_a_faster_machine_is_put_where_the_work_is() -> None:
 
     every = list(itertools.permutations(range(3)))
     best = best_order(chain, every, placed)  # type: ignore[arg-type]
-    costs = [found.us for order in every if (found := cut(chain, placed(order))) is not None]  # type: ignore[arg-type]
+    costs = [partition.us for order in every if (partition := cut(chain, placed(order))) is not None]  # type: ignore[arg-type]
     assert best is not None and best[1].us == min(costs)

@@ -87,14 +87,14 @@ class Call:
 def relaid(x: Tensor, form: int) -> Tensor:
     """The same values laid out otherwise: as they are, transposed, every other element of a larger tensor."""
     if form % 3 == 0 or x.dim() == 0:
-        made = x.detach().clone(memory_format=torch.contiguous_format)
+        copied = x.detach().clone(memory_format=torch.contiguous_format)
     elif form % 3 == 1:
         order = tuple(reversed(range(x.dim())))
-        made = x.detach().permute(order).contiguous().permute(order)
+        copied = x.detach().permute(order).contiguous().permute(order)
     else:
         larger = x.new_zeros([2 * s + 1 for s in x.shape])
-        made = larger[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x.detach())
-    return made.requires_grad_(x.requires_grad)
+        copied = larger[tuple(slice(1, None, 2) for _ in x.shape)].copy_(x.detach())
+    return copied.requires_grad_(x.requires_grad)
 
 
 def with_special_values(call: Call) -> Call:
@@ -104,10 +104,10 @@ def with_special_values(call: Call) -> Call:
     """
 
     def spoilt(x: Tensor) -> Tensor:
-        made = x.detach().clone(memory_format=torch.contiguous_format)
-        values = made.new_tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])[: x.numel()]
-        made.view(-1)[: len(values)] = values
-        return made
+        copied = x.detach().clone(memory_format=torch.contiguous_format)
+        values = copied.new_tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])[: x.numel()]
+        copied.view(-1)[: len(values)] = values
+        return copied
 
     first = next(i for i, v in enumerate(call.leaves) if isinstance(v, Tensor) and v.is_floating_point())
     leaves = [spoilt(v) if i == first else copy.deepcopy(v) for i, v in enumerate(call.leaves)]
@@ -124,12 +124,12 @@ def calls(info: Any, dtype: torch.dtype, most: int) -> list[Call]:
         if sum(v.numel() for v in leaves if isinstance(v, Tensor)) <= 1024:
             by_kind.setdefault((shapes, len(leaves)), []).append(sample)
     ordered = [s for row in itertools.zip_longest(*by_kind.values()) for s in row if s is not None]
-    found: list[Call] = []
+    calls_: list[Call] = []
     for form, sample in enumerate(ordered[:most]):
         leaves, structure = tree_flatten(((sample.input, *sample.args), sample.kwargs))
-        made = tuple(relaid(v, form) if isinstance(v, Tensor) else v for v in leaves)
-        found.append(Call(info.op, structure, made))
-    return [c for c in found if works(c)]
+        arguments = tuple(relaid(v, form) if isinstance(v, Tensor) else v for v in leaves)
+        calls_.append(Call(info.op, structure, arguments))
+    return [c for c in calls_ if works(c)]
 
 
 def works(call: Call) -> bool:
@@ -154,13 +154,13 @@ def check(call_list: Sequence[Call], differentiate: bool, compiled: Any = None) 
     """Values, and gradients where asked for, of all calls in one graph. Returns what was compiled."""
     fn = run(call_list)
     compiled = compiled or Compiled(fn)
-    given = [t for call in call_list for t in call.tensors]
-    doubles = [w.requires_grad_(t.requires_grad) for w, t in zip(wide(given), given, strict=True)]
+    tensors = [t for call in call_list for t in call.tensors]
+    doubles = [w.requires_grad_(t.requires_grad) for w, t in zip(wide(tensors), tensors, strict=True)]
     outcomes = [
-        outcome(f, inputs, differentiate) for f, inputs in ((compiled, given), (fn, given), (fn, doubles))
+        outcome(f, inputs, differentiate) for f, inputs in ((compiled, tensors), (fn, tensors), (fn, doubles))
     ]
     largest = max(
-        (t.double().abs().nan_to_num(0, 0, 0).max().item() for t in (*given, *outcomes[2]) if t.numel()),
+        (t.double().abs().nan_to_num(0, 0, 0).max().item() for t in (*tensors, *outcomes[2]) if t.numel()),
         default=0.0,
     )
     for ours, eager, truth in zip(*outcomes, strict=True):
@@ -196,26 +196,26 @@ def clustered(compiled: Compiled) -> None:
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_values_and_gradients(info: Any) -> None:
     """In float32: two samples of different shapes, each in another layout, with their gradients."""
-    if torch.float32 in info.dtypes and (found := calls(info, torch.float32, 2)):
-        clustered(check(found, info.supports_autograd))
+    if torch.float32 in info.dtypes and (drawn := calls(info, torch.float32, 2)):
+        clustered(check(drawn, info.supports_autograd))
 
 
 @pytest.mark.sample(20)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_every_dtype(info: Any) -> None:
     """One sample of every other dtype, and one of NaN and infinities, in one graph."""
-    found = [c for dtype in DTYPES if dtype in info.dtypes for c in calls(info, dtype, 1)]
-    special = (with_special_values(c) for c in found if any(t.dtype is torch.float32 for t in c.tensors))
-    if found := [*found, *(c for c in special if works(c))]:
-        clustered(check(found, differentiate=False))
+    drawn = [c for dtype in DTYPES if dtype in info.dtypes for c in calls(info, dtype, 1)]
+    special = (with_special_values(c) for c in drawn if any(t.dtype is torch.float32 for t in c.tensors))
+    if drawn := [*drawn, *(c for c in special if works(c))]:
+        clustered(check(drawn, differentiate=False))
 
 
 @pytest.mark.parametrize("name", ["softmax", "nn.functional.layer_norm", "index_select", "add", "argmax"])
 def test_through_dynamo(name: str) -> None:
     """The whole way in: fc.compile of a function of the samples' tensors."""
     info = next(i for i in INFOS if i.name == name)
-    found = calls(info, torch.float32, 2)
-    compiled = check(found, info.supports_autograd, fc.compile(run(found), backend="interpret", strict=True))
+    drawn = calls(info, torch.float32, 2)
+    compiled = check(drawn, info.supports_autograd, fc.compile(run(drawn), backend="interpret", strict=True))
     left = {item.target for plan in compiled.plan for item in plan.leftovers if item.rule != "library call"}
     assert not left - EAGER.keys()
 
@@ -228,17 +228,17 @@ MADE = {  # what an operand may be besides a tensor's elements
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
-@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
-def test_every_operator_takes_what_others_make(made: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_every_operator_takes_what_others_make(make: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     x = torch.tensor([[-3, 7, 2, 5, 1], [1, 2, 6, -1, 4]]).to(dtype)  # integers are divided by it
-    found = [(s, next((v for v in samples(s, dtype) if reaches_kernel(s, v)), None)) for s in EXPRESSIONS]
-    for start in range(0, len(found), 24):
+    drawn = [(s, next((v for v in samples(s, dtype) if reaches_kernel(s, v)), None)) for s in EXPRESSIONS]
+    for start in range(0, len(drawn), 24):
 
         def several(x: Tensor, start: int = start) -> list[Tensor]:
-            operand = made(x)
+            operand = make(x)
             return [
                 call(s, {n: operand.to(t.dtype) if isinstance(t, Tensor) else t for n, t in values.items()})
-                for s, values in found[start : start + 24]
+                for s, values in drawn[start : start + 24]
                 if values is not None
             ]
 

@@ -20,10 +20,10 @@ from fusion_compiler.ops.convolution_times import (
 def test_a_measured_convolution_takes_the_order_that_was_faster(row: tuple[Convolution, ...]) -> None:
     shape, *times = row
     for name, first, last in zip(PASSES, *times, strict=True):
-        for given in (False, True):
-            here, there = (last, first) if given else (first, last)
-            moves = there + shape.copy_us < 0.9 * here
-            assert faster_is_last(shape, name, given) == (given != moves)
+        for is_last in (False, True):
+            kept, moved = (last, first) if is_last else (first, last)
+            moves = moved + shape.copy_us < 0.9 * kept
+            assert faster_is_last(shape, name, is_last) == (is_last != moves)
 
 
 @pytest.mark.parametrize("name", PASSES)

@@ -130,8 +130,8 @@ def forward_and_gradients(
     inputs = [leaf for leaf in leaves((args, kwargs)) if leaf.requires_grad]
     # Exact in every dtype: otherwise rounding of the cotangents would count as an error.
     weights = [((torch.arange(out.numel()) * 5 % 13 - 4) / 8).view(out.shape).to(out.dtype) for out in smooth]
-    found = torch.autograd.grad(smooth, inputs, weights, allow_unused=True) if smooth and inputs else ()
-    return outputs, [torch.zeros(()) if gradient is None else gradient for gradient in found]
+    gradients = torch.autograd.grad(smooth, inputs, weights, allow_unused=True) if smooth and inputs else ()
+    return outputs, [torch.zeros(()) if gradient is None else gradient for gradient in gradients]
 
 
 def flat(results: tuple[list[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -221,9 +221,9 @@ def test_fused_rms_norm(shape: list[int], with_weight: bool) -> None:
     (out, rstd), _ = decomposed(aten._fused_rms_norm.default, x, shape, weight, 1e-6)
     torch.testing.assert_close(out, expected.float())
     mask = [True, with_weight]
-    found, left = decomposed(aten._fused_rms_norm_backward.default, grad, x, shape, rstd, weight, mask)
+    results, left = decomposed(aten._fused_rms_norm_backward.default, grad, x, shape, rstd, weight, mask)
     expected.backward(grad.double())
-    for mine, source in zip(found, wide, strict=True):
+    for mine, source in zip(results, wide, strict=True):
         assert (mine is None) == (source is None)
         if source is not None:
             torch.testing.assert_close(mine, source.grad.float())
@@ -348,8 +348,8 @@ def test_statistics_have_eagers_dtypes(norm: Any, dtype: torch.dtype, weight: st
     for ours, eager in zip(TABLE[norm](*NORMS[norm](x, w)), norm(*NORMS[norm](x, w)), strict=True):
         assert ours.dtype is eager.dtype and ours.shape == eager.shape
     with FakeTensorMode():
-        given = NORMS[norm](torch.empty(2, 4, 6, dtype=dtype, device="cuda"), None)
-        assert [t.dtype for t in TABLE[norm](*given)] == [t.dtype for t in norm(*given)]
+        args = NORMS[norm](torch.empty(2, 4, 6, dtype=dtype, device="cuda"), None)
+        assert [t.dtype for t in TABLE[norm](*args)] == [t.dtype for t in norm(*args)]
 
 
 def test_the_backward_of_a_norm_reads_what_no_dtype_has_rounded() -> None:
@@ -366,8 +366,8 @@ def test_the_backward_of_a_norm_reads_what_no_dtype_has_rounded() -> None:
 def slopes(fn: Any, x: Tensor) -> Tensor:
     """The derivative of an element-wise function at each element."""
     leaf = x.detach().requires_grad_()
-    (found,) = torch.autograd.grad(fn(leaf).sum(), leaf)
-    return found
+    (slope,) = torch.autograd.grad(fn(leaf).sum(), leaf)
+    return slope
 
 
 @pytest.mark.parametrize("target", [1.0, -1.0, 0.5])
@@ -502,7 +502,7 @@ def test_matrices_whose_elements_follow_each_other_nowhere_are_laid_out_by_clust
 @pytest.mark.parametrize(("rows", "columns"), [(16, 24), (24, 1), (17, 24)])
 def test_products_of_few_rows_read_their_operands_as_they_lie(rows: int, columns: int) -> None:
     x, y = torch.randn(20, rows, 3).permute(2, 1, 0), torch.randn(20, columns, 3).permute(2, 0, 1)
-    made = make_fx(torch.bmm, decomposition_table=decomposition_table())(x, y)
-    torch.testing.assert_close(made(x, y), torch.bmm(x, y))
-    copies = made.graph.find_nodes(op="call_function", target=aten.clone.default)
+    graph = make_fx(torch.bmm, decomposition_table=decomposition_table())(x, y)
+    torch.testing.assert_close(graph(x, y), torch.bmm(x, y))
+    copies = graph.graph.find_nodes(op="call_function", target=aten.clone.default)
     assert len(copies) == (2 if min(rows, columns) > 16 else 0)

@@ -243,13 +243,13 @@ def test_no_thread_holds_more_columns_than_there_are(size: int, keys: str) -> No
         mask = torch.ones(1, 1, 1, keys_of[size], dtype=torch.bool)
         (plan,) = fc.explain(masked, q, k, v, mask, device="h200").plans
     assert "decode attention: done" in str(plan)
-    found: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     for program in programs_of(plan, plan.clusters[0], limit=1000):
         for kernel in program.kernels:
             text = compile_for(kernel, "sm_90").asm["ttgir"]
             held = r"tensor<\d+x(\d+)xbf16, #ttg.dot_op<{opIdx = 0, parent = #mma\d*, kWidth = (\d+)}>> \*"
-            found += [(int(columns), int(own)) for columns, own in re.findall(held, text)]
-    assert found and all(columns >= 4 * own for columns, own in found), found
+            counts += [(int(columns), int(per_thread)) for columns, per_thread in re.findall(held, text)]
+    assert counts and all(columns >= 4 * per_thread for columns, per_thread in counts), counts
 
 
 def test_pages_are_read_where_they_lie() -> None:
@@ -318,7 +318,7 @@ def test_the_operator() -> None:
     mask = torch.rand(2, 1, 1, 50) > 0.5
     mask[0] = False
     for capped in (None, 0.1):
-        for own in (None, mask, torch.where(mask, 0.5, -torch.inf)):
-            arguments = q, k, v, own, 0.25, 16, capped
+        for some_mask in (None, mask, torch.where(mask, 0.5, -torch.inf)):
+            arguments = q, k, v, some_mask, 0.25, 16, capped
             torch.testing.assert_close(attend(*arguments), in_chunks(*arguments))
             torch.library.opcheck(attend, arguments)

@@ -163,17 +163,17 @@ def test_pooling_to_more_stays() -> None:
     assert GLOBAL_AVERAGE_POOL.apply(gm) == (gm, ())
 
 
-@pytest.mark.parametrize("given", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize("faster", ["", "forward", "dgrad", "wgrad", "forward dgrad wgrad"])
 def test_each_pass_runs_in_its_faster_order_and_returns_its_operands(
-    given: torch.memory_format, faster: str, monkeypatch: pytest.MonkeyPatch
+    order: torch.memory_format, faster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """faster: the passes that are faster with channels last."""
     monkeypatch.setattr(
         images, "faster_is_last", lambda shape, name, last: name in faster.split()
     )
     args = [
-        torch.randn(shape, dtype=torch.bfloat16).contiguous(memory_format=given)
+        torch.randn(shape, dtype=torch.bfloat16).contiguous(memory_format=order)
         for shape in ((2, 6, 4, 7), (2, 4, 7, 9), (6, 2, 3, 3))
     ]
 

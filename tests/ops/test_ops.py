@@ -187,8 +187,8 @@ def candidates(kind: str, name: str, dtype: torch.dtype) -> tuple[Any, ...]:
     if name == "decimals":
         return (1, -1)
     if "number" in kind or "float" in kind or "Scalar" in kind:
-        whole = (0, 1, 2, 3, -3) if name == "exponent" else (2, 3)
-        return (*whole, *((0.5, -0.5, -1, -2, 2.5) if name == "exponent" else (0.1, -0.75, math.inf)))
+        integers = (0, 1, 2, 3, -3) if name == "exponent" else (2, 3)
+        return (*integers, *((0.5, -0.5, -1, -2, 2.5) if name == "exponent" else (0.1, -0.75, math.inf)))
     return ()
 
 

@@ -301,8 +301,8 @@ def test_a_whole_mixture_is_as_close_to_float64_as_eager(like_a_gpu: None) -> No
     ):
         y, balance = call(inputs)
         weights = list(model.parameters()) if inputs is x else list(call.parameters())
-        found = torch.autograd.grad(y.square().sum() + balance, (inputs, *weights))
-        results.append((y.detach(), balance.detach(), *found))
+        gradients = torch.autograd.grad(y.square().sum() + balance, (inputs, *weights))
+        results.append((y.detach(), balance.detach(), *gradients))
     for ours, eager, exact in zip(*results, strict=True):
         assert not_as_close(ours, eager, exact, 1e-6) is None
 

@@ -235,12 +235,12 @@ def test_an_error_in_a_pass_is_told_with_what_was_updated(
         with pytest.raises(ZeroDivisionError):
             model[1](Failing.apply(model[0](torch.randn(2, 3)))).sum().backward()
         last = "1.weight, 1.bias" if bytes_ == 1 else "none"
-        with pytest.raises(PartialStepError) as told:
+        with pytest.raises(PartialStepError) as raised:
             if way == "step":
                 optimizer.step()
             else:
                 model(torch.randn(2, 3)).sum().backward()
-        updated, waiting = str(told.value.fields["updated"]), str(told.value.fields["waiting"])
+        updated, waiting = str(raised.value.fields["updated"]), str(raised.value.fields["waiting"])
         assert set(updated.split(", ")) == set(last.split(", "))
         assert {"0.weight", "0.bias"} <= set(waiting.split(", "))
         changed = {n for n, v in values(model, optimizer).items() if not torch.equal(v, before[n])}
@@ -309,7 +309,7 @@ def test_a_class_of_the_users_own_steps_once(make: Callable[..., Optimizer], buc
     trained(eager, other, batches)
     check_same(values(ours, one), values(eager, other))
     assert all(param.grad is None for param in ours.parameters())
-    assert bool(fused.own) == (make is Counting)
+    assert bool(fused.unfused) == (make is Counting)
 
 
 def test_groups_and_parameters_that_come_later() -> None:
@@ -382,7 +382,8 @@ Loss = Callable[[Any, Layers, Tensor], Tensor]
 
 
 def both_trained(loss: Loss, steps: int = 4) -> tuple[Layers, Optimizer]:
-    """Compiled and fused, held to eager and float64: losses and what they leave."""
+    """Train a compiled model with a fused optimizer and an eager one, and check that losses and states
+    agree."""
     torch.manual_seed(0)
     ours = Layers().double()
     eager = copy.deepcopy(ours)
@@ -464,13 +465,13 @@ def test_what_asks_for_gradients_updates_nothing(monkeypatch: pytest.MonkeyPatch
         optimizer.step()
     assert watched.taken == 24
     before = [param.detach().clone() for param in params]
-    found = torch.autograd.grad(fast(x).square().mean(), params)
-    torch.testing.assert_close(found, torch.autograd.grad(model(x).square().mean(), params))
+    gradients = torch.autograd.grad(fast(x).square().mean(), params)
+    torch.testing.assert_close(gradients, torch.autograd.grad(model(x).square().mean(), params))
     assert all(map(torch.equal, before, params))
     fast(x).square().mean().backward(inputs=params[:1])
     optimizer.step()
     assert [torch.equal(*pair) for pair in zip(before, params, strict=True)] == [False] + [True] * 11
-    torch.testing.assert_close(params[0].detach(), before[0] - 0.1 * found[0])
+    torch.testing.assert_close(params[0].detach(), before[0] - 0.1 * gradients[0])
 
 
 def test_a_hook_of_the_users_sees_the_gradient() -> None:

@@ -39,7 +39,7 @@ def test_the_loop_that_the_user_has(when: Any) -> None:
     # The models' own kernels sum in another order.
     for name, value in values(ours, one).items():
         torch.testing.assert_close(value, values(eager, other)[name], rtol=1e-5, atol=1e-6)
-    assert type(fast).__name__ == "Sequential" and not fast.plan.optimizer.own
+    assert type(fast).__name__ == "Sequential" and not fast.plan.optimizer.unfused
     assert str(fast.plan).endswith(str(fast.plan.optimizer)) and "AdamW: 1 kernel" in str(fast.plan)
 
 

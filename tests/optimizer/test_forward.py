@@ -83,10 +83,10 @@ def test_a_parameter_is_updated_when_it_is_read_and_the_rest_later(monkeypatch: 
     old = [param.detach().clone() for param in params]
     assert "4 parameters due" in str(fused)
     layers[0](torch.randn(2, 3))
-    changed = [not torch.equal(now, then) for now, then in zip(params, old, strict=True)]
+    changed = [not torch.equal(now, before) for now, before in zip(params, old, strict=True)]
     assert changed == [True, True, False, False] and "2 parameters due" in str(fused)
     layers[1].bias.sum()
-    changed = [not torch.equal(now, then) for now, then in zip(params, old, strict=True)]
+    changed = [not torch.equal(now, before) for now, before in zip(params, old, strict=True)]
     assert changed == [True, True, False, True]
     fused.finish()
     assert not torch.equal(params[2], old[2]) and "nothing due" in str(fused)
@@ -148,7 +148,7 @@ COMPILERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", COMPILERS)
 @pytest.mark.parametrize("first", [True, False])
 def test_compiled_code_reads_what_is_updated(name: str, first: bool) -> None:
-    """Compiled before the optimizer is fused and after it."""
+    """The model is compiled before or after the optimizer is fused."""
     torch._dynamo.reset()
     model = Tied()
     eager = copy.deepcopy(model)
@@ -307,7 +307,7 @@ def test_what_no_kernel_updates_is_not_put_off() -> None:
             one_step(pair, batch)
         assert not fused.timing.pending  # type: ignore[attr-defined]
     check_same(values(*ours), values(*eager))
-    assert len(fused.own) == 4
+    assert len(fused.unfused) == 4
 
 
 def test_parameters_of_no_module_are_not_put_off() -> None:

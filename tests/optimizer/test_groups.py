@@ -102,7 +102,7 @@ def test_what_one_set_cannot_have_the_others_have() -> None:
     fused = fc.fuse_optimizer(*pairs[0], backend="eager")
     take_steps(pairs, 4, all_of_them=True)
     check(*pairs)
-    assert set(fused.own) == {"all.0", "all.2", "all.5"}
+    assert set(fused.unfused) == {"all.0", "all.2", "all.5"}
 
 
 def test_each_formula_is_said_once() -> None:

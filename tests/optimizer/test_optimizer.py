@@ -56,16 +56,16 @@ def decaying(optimizer: Optimizer) -> LambdaLR:
 def test_twenty_steps_are_as_close_to_the_truth_as_eager(name: str) -> None:
     pairs = three(Sizes(), OPTIMIZERS[name], Sizes.groups)
     fused = fc.fuse_optimizer(*pairs[0], backend="interpret", strict=True)
-    made: list[int] = []
+    counts: list[int] = []
 
     def before(step: int, model: nn.Module, optimizer: Optimizer) -> None:
         schedule(step, model, optimizer)
-        made.append(len(fused.kernels))
+        counts.append(len(fused.kernels))
 
     take_steps(pairs, STEPS, before)
     check(*pairs)
     # RAdam goes another way from the sixth step on; a group without weight decay another than one with it.
-    assert made[3 * 9] == made[-1] <= 4 and not fused.own
+    assert counts[3 * 9] == counts[-1] <= 4 and not fused.unfused
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -75,7 +75,7 @@ def test_the_traced_step_is_the_classes_own_to_the_bit(name: str) -> None:
     take_steps(pairs, STEPS, schedule)
     if isinstance(pairs[0][1].param_groups[0]["lr"], float):
         check(*pairs)
-    assert not fused.own and not fused.kernels
+    assert not fused.unfused and not fused.kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -139,7 +139,7 @@ def test_elements_in_another_order() -> None:
         ours[0].grad, eager[0].grad = grad.clone(), grad.clone()  # type: ignore[union-attr]
         if step < 3:
             one.step()
-            assert not fused.own
+            assert not fused.unfused
         else:
             with pytest.warns(FusionWarning, match="its grad has the strides"):
                 one.step()
@@ -168,7 +168,7 @@ def test_a_checkpoint_goes_on_as_the_other(name: str, fused_first: bool) -> None
     model = Sizes()
     eager, _ = copies(model)
     make = OPTIMIZERS[name]
-    whole, first = make(eager.groups()), make(model.groups())  # type: ignore[operator]
+    unfused, first = make(eager.groups()), make(model.groups())  # type: ignore[operator]
     steps = [gradients(model, step) for step in range(10)]
     if fused_first:
         fc.fuse_optimizer(model, first, backend="eager", strict=True)
@@ -187,8 +187,8 @@ def test_a_checkpoint_goes_on_as_the_other(name: str, fused_first: bool) -> None
         second.step()
     for grads in steps:
         give(eager, grads)
-        whole.step()
-    check_same(values(resumed, second), values(eager, whole))
+        unfused.step()
+    check_same(values(resumed, second), values(eager, unfused))
 
 
 def test_tied_parameters_are_updated_once() -> None:
@@ -233,11 +233,11 @@ def test_first_steps_are_taken_in_parts(kind: Any, monkeypatch: pytest.MonkeyPat
     for m in (model, eager):
         give(m, [gradient.clone() for gradient in gradients])
     taken: list[list[int]] = []
-    own = kind.step.__wrapped__
+    unwrapped = kind.step.__wrapped__
 
     def step(optimizer: Any) -> None:
         taken.append([p.nbytes for group in optimizer.param_groups for p in group["params"]])
-        own(optimizer)
+        unwrapped(optimizer)
 
     with monkeypatch.context() as patch:
         patch.setattr(fused_module, "own_step", lambda optimizer: step)
@@ -462,13 +462,13 @@ def test_what_no_kernel_does_takes_the_own_step_with_the_reason(name: str) -> No
     make, reason = REFUSED[name]
     pairs = two(nn.Linear(4, 3), make)
     fused = fc.fuse_optimizer(*pairs[0], backend="eager")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         take_steps(pairs, 4, all_of_them=True)
     check(*pairs)
-    assert {re.search(reason, why) is not None for why in fused.own.values()} == {True}
-    assert set(fused.own) == {"weight", "bias"} and re.search(reason, str(fused))
-    assert 1 <= len([w for w in told if issubclass(w.category, FusionWarning)]) <= 2
+    assert {re.search(reason, why) is not None for why in fused.unfused.values()} == {True}
+    assert set(fused.unfused) == {"weight", "bias"} and re.search(reason, str(fused))
+    assert 1 <= len([w for w in warned if issubclass(w.category, FusionWarning)]) <= 2
     with pytest.raises(OptimizerStepError, match="cannot be fused"):
         eager = pairs[1][0]
         stepped(make(eager.parameters()), eager, backend="eager", strict=True)
@@ -503,9 +503,9 @@ def test_a_number_that_is_fixed_is_never_out_of_date() -> None:
 
 def test_on_a_cpu_the_own_step_runs_and_says_so_once() -> None:
     model = nn.Linear(4, 3)
-    with pytest.warns(FusionWarning, match="it is on cpu") as told:
+    with pytest.warns(FusionWarning, match="it is on cpu") as warned:
         fused = stepped(AdamW(model.parameters()), model)
-    assert len(told) == 1 and set(fused.own) == {"weight", "bias"}
+    assert len(warned) == 1 and set(fused.unfused) == {"weight", "bias"}
 
 
 def test_an_error_leaves_parameters_and_states_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def model_of() -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: Optimizer, rank: int, clip: Callable[[], Tensor]) -> list[Tensor]:
-    """Clipped in every other step; the norms."""
+    """Train with clipping in every other step, and return the norms."""
     norms: list[Tensor] = []
     generator = torch.Generator().manual_seed(rank)
     for step in range(STEPS):

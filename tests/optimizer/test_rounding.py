@@ -111,8 +111,8 @@ def test_each_parameter_step_and_element_has_numbers_of_its_own() -> None:
 def test_infinities_and_nan_stay_and_other_dtypes_round_to_nearest() -> None:
     start = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0]).bfloat16()
     for backend in ("interpret", "eager"):
-        made = stepped(start, torch.zeros(6).bfloat16(), 1, backend)
-        torch.testing.assert_close(made, start, rtol=0, atol=0, equal_nan=True)
+        updated = stepped(start, torch.zeros(6).bfloat16(), 1, backend)
+        torch.testing.assert_close(updated, start, rtol=0, atol=0, equal_nan=True)
     params = [nn.Parameter(torch.randn(70)), nn.Parameter(torch.randn(70).half())]
     pairs = two(nn.ParameterList(params), lambda p: AdamW(p, lr=0.01))
     for (model, optimizer), rounding in zip(pairs, ("stochastic", "nearest"), strict=True):

@@ -96,9 +96,9 @@ def losses(
 ) -> list[float]:
     """With a checkpoint in the middle, from which another model and optimizer go on."""
     first, second = (Training(make, when, backend, start) for _ in range(2))
-    found = [first.step(number, **how) for number in range(RESUMED)]
+    losses = [first.step(number, **how) for number in range(RESUMED)]
     second.load(copy.deepcopy(first.state()))
-    return found + [second.step(number, **how) for number in range(RESUMED, STEPS)]
+    return losses + [second.step(number, **how) for number in range(RESUMED, STEPS)]
 
 
 @pytest.mark.sample(8)
@@ -155,12 +155,12 @@ def test_a_checkpoint_of_any_moment_is_whole(when: str) -> None:
     """A checkpoint holds the state after some number of steps, of parameters and optimizer alike."""
     start = model_of()
     ours, eager = (Training(OPTIMIZERS["adamw"], w, "eager", start) for w in (when, None))
-    known: list[dict[str, Tensor]] = []
+    states: list[dict[str, Tensor]] = []
     for number in range(4):
         for moment in moments(eager, number):
             if moment == "before the forward":
-                known.append({k: v.clone() for k, v in values(eager.model, eager.optimizer).items()})
-    known.append({k: v.clone() for k, v in values(eager.model, eager.optimizer).items()})
+                states.append({k: v.clone() for k, v in values(eager.model, eager.optimizer).items()})
+    states.append({k: v.clone() for k, v in values(eager.model, eager.optimizer).items()})
     for number in range(4):
         for moment in moments(ours, number):
             saved = copy.deepcopy(ours.state())
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_any_moment_is_whole(when: str) -> None:
             done = number + (
                 moment == "before zero_grad" or (when == "backward" and moment == "before the step")
             )
-            check_same(values(other.model, other.optimizer), known[done])
+            check_same(values(other.model, other.optimizer), states[done])
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -151,8 +151,8 @@ FORMS: dict[str, tuple[Code, tuple[Any, ...], str]] = {
 }
 
 
-def made(given: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    return tuple(g if isinstance(g, Tensor) else torch.randn(g, dtype=dtype) for g in given)
+def tensors(shapes: tuple[Any, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(g if isinstance(g, Tensor) else torch.randn(g, dtype=dtype) for g in shapes)
 
 
 def rewritten(code: Code, *args: Tensor) -> tuple[Any, str]:
@@ -172,8 +172,8 @@ def assert_equal_like_a_rewrite(code: Code, args: tuple[Tensor, ...], domain: An
         sized = [a.new_zeros([s if s == 1 else s * factor for s in a.shape]) for a in args]
         graphs[tuple(a.shape for a in sized)] = FUSED_ATTENTION.apply(traced(code, *sized))[0]
 
-    def after(*given: Tensor) -> Any:
-        return graphs[tuple(g.shape for g in given)](*given)
+    def after(*inputs: Tensor) -> Any:
+        return graphs[tuple(g.shape for g in inputs)](*inputs)
 
     check_equal(Rewrite("attention", code, args, after=after, domain=domain))
 
@@ -181,8 +181,8 @@ def assert_equal_like_a_rewrite(code: Code, args: tuple[Tensor, ...], domain: An
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name: str, dtype: torch.dtype) -> None:
-    code, given, mask = FORMS[name]
-    args = made(given, dtype)
+    code, shapes, mask = FORMS[name]
+    args = tensors(shapes, dtype)
     new, reason = rewritten(code, *args)
     assert mask in reason
     assert targets(new).count(SDPA) == 1 and not WRITTEN_OUT & set(targets(new))
@@ -201,7 +201,7 @@ def test_axes_in_any_order(seed: int) -> None:
     shared = rng.choice(["bh", "bh", "bh", "b", "h"])
     q, k, v = shuffled("bhqd"), shuffled(shared + "kd"), shuffled("bhke" if seed % 2 else shared + "ke")
     scores, result = shuffled("bhqk"), shuffled("bhqe")
-    args = made(tuple(tuple(sizes[x] for x in letters) for letters in (q, k, v)), torch.float64)
+    args = tensors(tuple(tuple(sizes[x] for x in letters) for letters in (q, k, v)), torch.float64)
 
     def attention(one: Tensor, two: Tensor, three: Tensor) -> Tensor:
         products = [(q, one), (k, two)] if seed % 4 < 2 else [(k, two), (q, one)]
@@ -222,11 +222,11 @@ def assert_same(new: Code, code: Code, args: tuple[Tensor, ...], tolerance: floa
     torch.manual_seed(1)
     upstream: Tensor | None = None
     for function in (new, code):
-        own = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
-        result = function(*own)
+        leaves = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
+        result = function(*leaves)
         upstream = torch.randn_like(result) if upstream is None else upstream
         result.backward(upstream)
-        outputs.append((result.detach(), *(a.grad for a in own if a.grad is not None)))
+        outputs.append((result.detach(), *(a.grad for a in leaves if a.grad is not None)))
     for got, want in zip(*outputs, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert outputs[0][0].stride() == outputs[1][0].stride()
@@ -246,7 +246,7 @@ def test_rows_that_see_nothing_are_what_eager_makes_of_them(form: str, value: fl
 
     seen = torch.rand(BATCH, 1, ROWS, KEYS) > 0.5
     seen[0, 0, 1], seen[1, 0] = False, True
-    args = (*made(QKV, torch.float64), seen)
+    args = (*tensors(QKV, torch.float64), seen)
     new, _ = rewritten(attention, *args)
     if math.isfinite(value):
         return assert_same(new, attention, args)
@@ -272,7 +272,7 @@ def test_a_bias_may_hide_what_a_mask_shows(value: float) -> None:
     seen = torch.rand(BATCH, 1, ROWS, KEYS) > 0.5
     seen[0, 0, 1], seen[:, :, 2], bias = False, True, torch.randn(BIAS, dtype=torch.float64)
     bias[0, 0, 2], bias[0, 1, 3] = -math.inf, -math.inf
-    args = (*made(QKV, torch.float64), bias, seen)
+    args = (*tensors(QKV, torch.float64), bias, seen)
     new, _ = rewritten(attention, *args)
     got, want = new(*args), attention(*args)
     assert want[:, 0, 2].isnan().all() and want[:, 1, 3].isnan().any() == math.isinf(value)
@@ -289,7 +289,7 @@ def test_additive_masks_stay_as_they_are(low: float) -> None:
     mask = torch.zeros(BATCH, 1, 1, KEYS).masked_fill(
         torch.tensor([[[[True] * KEYS]], [[[False] * KEYS]]]), low
     )
-    args = (*made(QKV), mask)
+    args = (*tensors(QKV), mask)
     new, _ = rewritten(attention, *args)
     torch.testing.assert_close(new(*args), attention(*args), rtol=1e-5, atol=1e-5, equal_nan=True)
     assert new(*args)[0].isnan().all() == math.isinf(low)
@@ -303,7 +303,7 @@ def test_only_masks_that_may_hide_a_row_cost_anything(offset: int) -> None:
         seen = torch.ones(ROWS, ROWS, dtype=torch.bool).tril(offset)
         return (q @ k.mT).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
-    args = made(SQUARE, torch.float64)
+    args = tensors(SQUARE, torch.float64)
     new, _ = rewritten(attention, *args)
     assert (aten.any.dim in targets(new)) == (offset < 0)
     assert new(*args)[:, :, 0].isnan().all() == (offset < 0)
@@ -392,14 +392,14 @@ REFUSED: dict[str, tuple[Code, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_left_alone(name: str) -> None:
     code, why = REFUSED[name]
-    args = made(QKV)
+    args = tensors(QKV)
     gm = traced(code, *args)
     new, (note,) = FUSED_ATTENTION.apply(gm)
     assert new is gm and not note.is_done and why in note.reason, note
 
 
 def test_a_copy_keeps_what_was_changed_later() -> None:
-    args = made(QKV, torch.float64)
+    args = tensors(QKV, torch.float64)
     new, reason = rewritten(_changed_key, *args)
     assert "one call" in reason or "changed in place" in reason
     torch.testing.assert_close(new(*args), _changed_key(*args), rtol=1e-10, atol=1e-10)
@@ -415,7 +415,7 @@ def test_a_copy_keeps_what_was_changed_later() -> None:
     ],
 )
 def test_what_is_no_attention_has_no_note(code: Code) -> None:
-    gm = traced(code, *made(QKV))
+    gm = traced(code, *tensors(QKV))
     assert FUSED_ATTENTION.apply(gm) == (gm, ())
 
 
@@ -459,7 +459,7 @@ def test_repeated_heads_are_grouped_where_there_is_no_mask() -> None:
         new, _ = _on_cuda(code, *heads)
         new, (note,) = GROUPED_QUERIES.apply(new)
         assert note.is_done, note
-        args = made(tuple(heads), torch.float64)
+        args = tensors(tuple(heads), torch.float64)
         torch.testing.assert_close(new(*args), code(*args), rtol=1e-10, atol=1e-10)
 
 
@@ -522,10 +522,10 @@ def _step(model: Any, batch: Mapping[str, Tensor]) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return [loss.detach()]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    given = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return [
         loss.detach(),
-        *(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, given, strict=True)),
+        *(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)),
     ]
 
 
@@ -575,14 +575,14 @@ def test_sizes_that_are_symbols(code: Code) -> None:
     for batch, rows in ((2, 5), (6, 9), (3, 11)):
         head = (batch, HEADS, rows, SIZE)
         extra = {folded: (1, HEADS, rows, rows), padded: torch.randint(0, 2, (batch, rows))}
-        args = made((head, head, head, *([extra[code]] if code in extra else [])))
+        args = tensors((head, head, head, *([extra[code]] if code in extra else [])))
         torch.testing.assert_close(fast(*args), code(*args), rtol=1e-5, atol=1e-5)
     assert len(fast.plan) == 2 and all("one call" in plan.notes[RULE] for plan in fast.plan)
 
 
 def test_autocast() -> None:
     """Products of 16 bits between float32 tensors, a softmax of float32."""
-    q, k, v = (x.requires_grad_() for x in made(QKV))
+    q, k, v = (x.requires_grad_() for x in tensors(QKV))
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -601,16 +601,16 @@ def test_every_attention_has_a_note() -> None:
     def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain(q, plain(q, k, v), _scores(q, q).sigmoid().softmax(-1) @ q)
 
-    gm = traced(twice, *made(SQUARE))
+    gm = traced(twice, *tensors(SQUARE))
     new, notes = FUSED_ATTENTION.apply(gm)
     assert [n.is_done for n in notes] == [True, False, True]
     assert targets(new).count(SDPA) == 2
-    args = made(SQUARE, torch.float64)
+    args = tensors(SQUARE, torch.float64)
     assert_same(new, twice, args)
 
 
 def test_forms_are_distinct() -> None:
     """Ten at least, and no two of one graph."""
-    graphs = [str(traced(code, *made(given)).graph) for code, given, _ in FORMS.values()]
+    graphs = [str(traced(code, *tensors(shapes)).graph) for code, shapes, _ in FORMS.values()]
     distinct = {g for g, _ in itertools.groupby(sorted(graphs))}
     assert len(distinct) >= 10

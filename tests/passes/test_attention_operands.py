@@ -36,8 +36,8 @@ class Speech(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.split(self.q(x) * self.factor)
-        found = F.scaled_dot_product_attention(q, self.split(self.k(x)), self.split(self.v(x)), scale=1.0)
-        return self.out(found.transpose(1, 2).contiguous().reshape(x.shape))
+        attended = F.scaled_dot_product_attention(q, self.split(self.k(x)), self.split(self.v(x)), scale=1.0)
+        return self.out(attended.transpose(1, 2).contiguous().reshape(x.shape))
 
 
 @pytest.mark.parametrize("numerics", ["default", "eager"])
@@ -220,8 +220,8 @@ def test_numbers_go_into_the_scale(name: str) -> None:
     new, notes = applied(SCALED_SCORES.apply, function, *inputs())
     assert notes and all(n.is_done for n in notes)
     (call,) = new.graph.find_nodes(op="call_function", target=SDPA)
-    own = 1.0 if name == "scale" else 8**-0.5
-    assert call.kwargs["scale"] == pytest.approx(factor * own)
+    scale = 1.0 if name == "scale" else 8**-0.5
+    assert call.kwargs["scale"] == pytest.approx(factor * scale)
     assert not {aten.mul.Tensor, aten.div.Tensor} & set(targets(new))
 
 
@@ -239,8 +239,8 @@ def read_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def widened(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    whole = (q * 10).to(torch.int64)
-    return F.scaled_dot_product_attention(split(whole * 0.5).to(q.dtype), split(k), split(v))
+    integers = (q * 10).to(torch.int64)
+    return F.scaled_dot_product_attention(split(integers * 0.5).to(q.dtype), split(k), split(v))
 
 
 def infinite(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -184,8 +184,8 @@ def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
 def test_results_and_gradients(loss: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    told = check(loss, *inputs(dtype))
-    assert LOSSES[loss] in told and "refused" not in told
+    said = check(loss, *inputs(dtype))
+    assert LOSSES[loss] in said and "refused" not in said
 
 
 @pytest.mark.parametrize("loss", [smoothed, each], ids=lambda f: f.__name__)
@@ -194,7 +194,7 @@ def test_the_kernels_give_the_same(loss: Callable[..., Tensor]) -> None:
 
 
 def test_small_gradients_survive_in_float16() -> None:
-    """Scaled before they are rounded to float16, as autograd does it: ones made for a gradient of one
+    """Gradients are scaled before they are rounded to float16, as in autograd: those for a gradient of one
     vanish."""
 
     def scaled(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ def test_rows_that_no_equal_chunks_hold() -> None:
     assert Limits().chunk(8192) == 2048 and Limits().chunk(4 * 2047) == 2047
     x, w, t = inputs(torch.float32, 11)
     x, t = x.flatten(0, 1)[:17], t.flatten()[:17]
-    told = check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t)
-    assert "5 chunks of 4 rows" in told
+    said = check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t)
+    assert "5 chunks of 4 rows" in said
 
 
 def test_only_what_is_asked_for() -> None:
@@ -271,11 +271,11 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             noise = 1e-6 * parameter.grad.abs().max().item()
             assert not_as_close(gradients[1][key], gradients[0][key], parameter.grad, noise) is None
     assert IN_FORWARD in notes(compiled)
-    whole = fc.compile(model, backend="eager")
+    with_logits = fc.compile(model, backend="eager")
     model.zero_grad()
-    whole(**batch).loss.backward()
-    assert "refused" in notes(whole) and "the model returns it" in notes(whole)
-    assert "done: the gradient of" in gradient_notes(whole)
+    with_logits(**batch).loss.backward()
+    assert "refused" in notes(with_logits) and "the model returns it" in notes(with_logits)
+    assert "done: the gradient of" in gradient_notes(with_logits)
     for key, parameter in truth.named_parameters():
         if parameter.grad is not None:
             ours = model.get_parameter(key).grad

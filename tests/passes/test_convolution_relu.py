@@ -140,13 +140,13 @@ OTHERS = [read_twice, doubled, broadcast, grouped, written_over, changed_between
 @pytest.mark.parametrize("function", OTHERS)
 @pytest.mark.usefixtures("everywhere")
 def test_what_is_not_a_convolution_with_relu(function: Callable[..., Tensor]) -> None:
-    given = [torch.randn(s, dtype=torch.float64) for s in (X, W, B, Z)]
-    given = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in given]
-    new, notes = CONVOLUTION_RELU.apply(traced(function, *given))
+    args = [torch.randn(s, dtype=torch.float64) for s in (X, W, B, Z)]
+    args = [t.to(memory_format=torch.channels_last) if t.dim() == 4 else t for t in args]
+    new, notes = CONVOLUTION_RELU.apply(traced(function, *args))
     assert not any(note.is_done for note in notes) and convolution_relu not in targets(new)
     fast: Any = fc.compile(function, backend="interpret")
     with torch.no_grad():
-        torch.testing.assert_close(fast(*given), function(*given))
+        torch.testing.assert_close(fast(*args), function(*args))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

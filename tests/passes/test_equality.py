@@ -111,11 +111,11 @@ EQUAL: dict[str, tuple[Code, Code, tuple[Tensor, ...], Any]] = {
 @pytest.mark.parametrize("case", EQUAL)
 def test_a_rewrite_that_is_equal_in_its_domain_is_taken(case: str, dtype: torch.dtype) -> None:
     before, after, example, domain = EQUAL[case]
-    given = [e.to(dtype) for e in example]
-    check_equal(fc.rewrite(before, after, *given, name="equal", domain=domain))
+    inputs = [e.to(dtype) for e in example]
+    check_equal(fc.rewrite(before, after, *inputs, name="equal", domain=domain))
     if domain is not None:  # and is none without it
         with pytest.raises(RewriteNotEqualError):
-            check_equal(fc.rewrite(before, after, *given, name="equal"))
+            check_equal(fc.rewrite(before, after, *inputs, name="equal"))
 
 
 def test_a_domain_hides_nothing_within_it() -> None:

@@ -132,8 +132,8 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch:
     model = net().eval()
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
 
-    def function(x: Tensor, *given: Tensor) -> Tensor:
-        return torch.func.functional_call(model, dict(zip(tensors, given, strict=True)), (x,))
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(model, dict(zip(tensors, values, strict=True)), (x,))
 
     shapes = [CASES[net], *(tuple(t.shape) for t in tensors.values())]
     for dtype, turned in ((torch.bfloat16, True), (torch.float32, False)):
@@ -141,8 +141,8 @@ def test_all_that_convolutions_read_is_turned(net: type[nn.Module], monkeypatch:
         gm = traced_on_cuda(function, *fakes)
         new, notes = use_channels_last(gm)
         assert bool(notes) == (new is not gm) == turned
-        found = [n for n in new.graph.nodes if n.target in CONVOLUTIONS]
-        read = [v.meta["val"] for n in found for v in n.args[:2]]
+        calls = [n for n in new.graph.nodes if n.target in CONVOLUTIONS]
+        read = [v.meta["val"] for n in calls for v in n.args[:2]]
         assert all((v.stride(1) == 1) == turned for v in read if max(v.shape[2:]) > 1)
         before, after = (g.graph.output_node().all_input_nodes[0].meta["val"] for g in (gm, new))
         assert before.stride() == after.stride()
@@ -235,13 +235,13 @@ def stored_channels_first(plan: FusionPlan) -> set[str]:
     stored |= {
         name for name in plan.dag.order if plan.dag.op(name).inputs and {*plan.dag.op(name).inputs} & stored
     }
-    found: set[str] = set()
+    names: set[str] = set()
     for name in stored:
         for value in plan.dag.op(name).outputs:
             image = len(value.shape) == 4 and value.shape[0] == 256 and 1 not in value.shape
             if image and value.shape[value.stride.index(1)] in SIDES:
-                found.add(name)
-    return found
+                names.add(name)
+    return names
 
 
 def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +249,8 @@ def test_norms_of_groups_copy_no_image_to_and_fro(monkeypatch: pytest.MonkeyPatc
     model = Grouped()
     fast: Any = fc.compile(model, backend="eager")
     fast(torch.randn(CASES[Grouped])).sum().backward()
-    found = [op.outputs[0] for plan in fast.plan for op in map(plan.dag.op, plan.dag.order) if op.outputs]
-    images = [value.stride for value in found if value.shape[1:] == (16, 6, 5)]
+    results = [op.outputs[0] for plan in fast.plan for op in map(plan.dag.op, plan.dag.order) if op.outputs]
+    images = [value.stride for value in results if value.shape[1:] == (16, 6, 5)]
     assert images and all(stride[1] == 1 for stride in images)
 
 

@@ -31,9 +31,9 @@ def truth(a: Tensor) -> tuple[Tensor, ...]:
 
 def one_row_each(*values: float, dtype: torch.dtype) -> Tensor:
     """Rows of one value, but for a zero in the first."""
-    made = torch.tensor(values, dtype=dtype)[:, None].repeat(1, 70)
-    made[0, 5] = 0
-    return made
+    rows = torch.tensor(values, dtype=dtype)[:, None].repeat(1, 70)
+    rows[0, 5] = 0
+    return rows
 
 
 def statistics(a: Tensor, dim: int) -> Tensor:
@@ -185,9 +185,9 @@ def test_long_rows_read_their_own_values_once(columns: int, padded: int) -> None
     def fn(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return F.pad((a - b) * c, (0, padded), value=1.0)
 
-    given = (torch.randn(3, columns), torch.randn(3, 1), torch.randn(3, 1))
+    inputs = (torch.randn(3, columns), torch.randn(3, 1), torch.randn(3, 1))
     compiled = Compiled(fn)
-    torch.testing.assert_close(compiled(*given), fn(*given), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compiled(*inputs), fn(*inputs), rtol=1e-6, atol=1e-6)
     ((loops,),) = (cluster.nests for cluster in compiled.plans[0].clusters)
     (runner,) = compiled.compiler.runners.values()
     assert any(axis.group == ROWS for axis in loops.axes) == (columns >= LONG_ROW)
@@ -213,8 +213,8 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.float8_e4m3fnuz, torch.uint16], ids=str)
 def test_a_conversion_to_few_bits_is_made_even_where_nothing_is_stored(dtype: torch.dtype) -> None:
-    """Quantized and back in one kernel: that rounding is what was asked for. What Triton has no type for
-    stays an ATen call."""
+    """One kernel quantizes and converts back, since the model asks for that rounding. Types that Triton lacks
+    stay ATen calls."""
 
     def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.abs().to(dtype)

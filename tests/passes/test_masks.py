@@ -97,10 +97,10 @@ CODE = (boolean, additive, lowest, written_fill, written_lowest, written_sum)
 
 def results(called: Attention, dtype: torch.dtype, operands: list[Tensor], shown: Tensor) -> list[Tensor]:
     """Values, and gradients of q, k and v."""
-    given = [t.to(dtype, copy=True).requires_grad_() for t in operands[:3]]
-    out = called(*given, shown)
+    leaves = [t.to(dtype, copy=True).requires_grad_() for t in operands[:3]]
+    out = called(*leaves, shown)
     out.backward(operands[3].to(dtype))
-    return [out.detach(), *(t.grad for t in given if t.grad is not None)]
+    return [out.detach(), *(t.grad for t in leaves if t.grad is not None)]
 
 
 @pytest.mark.sample(28)
@@ -143,14 +143,14 @@ def test_models_with_attention_mask(name: str, side: str, length: int) -> None:
     batch["attention_mask"] = padded(side, length)
     wide, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
     fast = fc.compile(model, backend="interpret")
-    found: list[dict[str, Tensor]] = []
-    for own, called in ((model, fast), (plain, plain), (wide, wide)):
+    results: list[dict[str, Tensor]] = []
+    for module, called in ((model, fast), (plain, plain), (wide, wide)):
         out = called(**batch)
         if length > 1 or name == "bert":  # a single token has no next one to predict
             out.loss.backward()
-        gradients = {f"d {n}": p.grad for n, p in own.named_parameters() if p.grad is not None}
-        found.append({"logits": out.logits.detach(), **gradients})
-    ours, eager, truth = found
+        gradients = {f"d {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+        results.append({"logits": out.logits.detach(), **gradients})
+    ours, eager, truth = results
     assert ours.keys() == eager.keys() == truth.keys()
     assert all(torch.equal(ours[n].isnan(), eager[n].isnan()) for n in ours)
     ratios = ratios_to_eager(ours, eager, truth)

@@ -37,8 +37,8 @@ def dag_of(powers: list[float]) -> OpDag:
     names = dict(model.named_parameters())
 
     def gradients(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(names, parameters, strict=True))
-        loss = torch.func.functional_call(model, given, (x,)).square().mean()
+        named = dict(zip(names, parameters, strict=True))
+        loss = torch.func.functional_call(model, named, (x,)).square().mean()
         return (loss, *torch.autograd.grad(loss, list(parameters)))
 
     inputs = (torch.randn(2, 8, 32), *(p.detach().requires_grad_() for p in names.values()))
@@ -68,13 +68,13 @@ def test_plans_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_further_equal_layer_costs_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Memo] = []
+    memos: list[Memo] = []
     monkeypatch.setattr(
-        "fusion_compiler.passes.fuse.candidates.Memo", lambda *a: made.append(memo.Memo(*a)) or made[-1]
+        "fusion_compiler.passes.fuse.candidates.Memo", lambda *a: memos.append(memo.Memo(*a)) or memos[-1]
     )
     for layers in (4, 6):
         planned(dag_of([2.0] * layers))
-    small, large = (len(m._results) for m in made)
+    small, large = (len(m._results) for m in memos)
     assert large <= small * 1.1
 
 

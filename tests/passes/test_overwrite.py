@@ -123,8 +123,8 @@ def test_a_graph_that_is_kept_can_be_gone_through_again(from_disk: bool) -> None
         x = torch.randn(33, 24)
         loss = fast(x).square().sum()
         first = gradients(model, loss, keep=True)
-    saved = [given for _, given in placed(fast)]
-    assert any(given in plan.dag.inputs for plan in fast.plan for given in saved), "nothing saved is"
+    saved = [argument for _, argument in placed(fast)]
+    assert any(argument in plan.dag.inputs for plan in fast.plan for argument in saved), "nothing saved is"
     second, third = gradients(model, loss, keep=True), gradients(model, loss, keep=False)
     want = gradients(model, model(x).square().sum(), keep=False)
     for mine, again, last, theirs in zip(first, second, third, want, strict=True):
@@ -172,6 +172,6 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         return taken(self, inputs)
 
     monkeypatch.setattr(order.Order, "taken", counted)
-    found = {seed: judge(draw(seed)) for seed in range(990000, 990016)}
-    assert not {seed: verdict.detail for seed, verdict in found.items() if verdict.failed}
+    verdicts = {seed: judge(draw(seed)) for seed in range(990000, 990016)}
+    assert not {seed: verdict.detail for seed, verdict in verdicts.items() if verdict.failed}
     assert written

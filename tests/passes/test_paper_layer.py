@@ -98,7 +98,7 @@ def plans() -> tuple[FusionPlan, FusionPlan]:
 
 def holds(plan: FusionPlan, cluster: Cluster, must: Must) -> bool:
     ops = [plan.dag.op(name) for name in cluster.ops]
-    found = [
+    members = [
         op
         for op in ops
         if short_name(op.target) == must.name
@@ -106,7 +106,7 @@ def holds(plan: FusionPlan, cluster: Cluster, must: Must) -> bool:
         and must.line in op.source.code
         and must.numel in (None, prod(op.outputs[0].shape))
     ]
-    return len(found) >= must.times
+    return len(members) >= must.times
 
 
 def holders(plan: FusionPlan, ops: tuple[Must, ...]) -> list[str]:

@@ -179,8 +179,8 @@ def test_only_the_users_patterns_without_a_match_are_compared(monkeypatch: pytes
 
     monkeypatch.setattr(notes, "closest", counted)
     mine = fc.cluster_hint(lambda x: torch.tanh(x) * 0.25, rows, name="mine")
-    found = fc.cluster_hint(lambda x: torch.tanh(x) * 0.5, rows, name="found")
-    fast = compiled(model, mine, found, *DEFAULT_PATTERNS)
+    matching = fc.cluster_hint(lambda x: torch.tanh(x) * 0.5, rows, name="found")
+    fast = compiled(model, mine, matching, *DEFAULT_PATTERNS)
     fast(torch.randn(4, 8), torch.randn(8))
     assert asked == ["mine"]
     torch._dynamo.reset()
@@ -373,8 +373,8 @@ def executed(text: str) -> Pattern:
 
 def program(pattern: Pattern, code: Callable[..., Any]) -> list[Any]:
     """The pattern's code as the operators that it is, without names."""
-    made = fc.cluster_hint(code, *pattern.example, name="same")
-    dag = traced_hint(made).dag if isinstance(pattern, ClusterHint) else traced_above_autograd(made).dag
+    hint = fc.cluster_hint(code, *pattern.example, name="same")
+    dag = traced_hint(hint).dag if isinstance(pattern, ClusterHint) else traced_above_autograd(hint).dag
     ops = [op for op in map(dag.op, dag.order) if not looked_through(op, dag)]
     place = {op.name: i for i, op in enumerate(ops)}
     return [(str(op.target), [place.get(i) for i in op.inputs], op.outputs, op.flops) for op in ops]

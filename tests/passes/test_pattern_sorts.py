@@ -117,12 +117,12 @@ def test_a_right_kernel_is_verified_forward_and_backward(dtype: torch.dtype) -> 
     x, w = torch.randn(4, 8, dtype=dtype, requires_grad=True), torch.randn(8, dtype=dtype, requires_grad=True)
     for _ in range(2):
         fast(x, w).sum().backward()
-    own = [r for r in fast.verification.rows if r.cluster.startswith("halves")]
-    assert [(r.cluster, r.output) for r in own] == [
+    of_halves = [r for r in fast.verification.rows if r.cluster.startswith("halves")]
+    assert [(r.cluster, r.output) for r in of_halves] == [
         ("halves", "output 0"), ("halves", "output 1"),
         ("halves_backward", "gradient of argument 0"), ("halves_backward", "gradient of argument 1"),
     ]  # fmt: skip
-    assert all(r.agrees and r.dtype is dtype and r.scale > 0 for r in own)
+    assert all(r.agrees and r.dtype is dtype and r.scale > 0 for r in of_halves)
     fast(x[:3], w)  # other sizes are verified at their first call
     assert len([r for r in fast.verification.rows if r.cluster == "halves"]) == 4
 
@@ -136,8 +136,8 @@ def test_a_wrong_kernel_is_caught_and_its_code_used(part: str, dtype: torch.dtyp
         y, z = halves(x, w)
         return y, z * (off if part == "forward" else 1)
 
-    def gradient(*given: Tensor) -> tuple[Tensor, ...]:
-        dx, dw = halves_gradient(*given)
+    def gradient(*args: Tensor) -> tuple[Tensor, ...]:
+        dx, dw = halves_gradient(*args)
         return dx, dw * (off if part == "backward" else 1)
 
     pattern = fc.user_kernel(halves, run, rows, row, backward=gradient)

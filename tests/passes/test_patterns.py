@@ -276,9 +276,9 @@ def test_a_counterexample_fits_a_line_and_shows_outputs_and_gradients() -> None:
     with pytest.raises(RewriteNotEqualError) as caught:
         fc.compile(torch.sin, patterns=(rule,))
     text = str(caught.value)
-    given = re.search(r"counterexample: x = (.*), s = 2\n", text)
-    assert given is not None
-    x = torch.tensor(json.loads(given[1]), dtype=torch.float64)
+    values = re.search(r"counterexample: x = (.*), s = 2\n", text)
+    assert values is not None
+    x = torch.tensor(json.loads(values[1]), dtype=torch.float64)
     assert x.shape == (2, 2)
     lists = re.search(r"output 0 is (.*), then (.*)\n.*of argument 0 of the sum is (.*), then (.*)\n", text)
     assert lists is not None
@@ -336,16 +336,16 @@ class Calls:
         return g * y * scale * (1 - x.tanh() ** 2), g * x.tanh() * scale
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["derived gradient", "own gradient"])
-def test_a_kernel_replaces_its_pattern(own: bool) -> None:
+@pytest.mark.parametrize("backward", [False, True], ids=["derived gradient", "own gradient"])
+def test_a_kernel_replaces_its_pattern(backward: bool) -> None:
     calls = Calls()
-    pattern = fc.user_kernel(gate, calls.run, rows, rows, 2.0, backward=calls.gradient if own else None)
+    pattern = fc.user_kernel(gate, calls.run, rows, rows, 2.0, backward=calls.gradient if backward else None)
 
     def user(x: Tensor, y: Tensor) -> Tensor:
         return torch.sin(torch.tanh(x) * y * 0.7) + x
 
     fast = against(user, torch.randn(4, 6), torch.randn(4, 6), patterns=(pattern,))
-    assert (calls.forward, calls.backward) == (1, int(own))
+    assert (calls.forward, calls.backward) == (1, int(backward))
     left = [x.reason for x in fast.plan[0].leftovers]
     assert left == ["a kernel of the user's"]
 

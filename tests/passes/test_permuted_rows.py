@@ -23,10 +23,10 @@ def routed(x: Tensor, weight: Tensor, scores: Tensor) -> Tensor:
     numbers, order = torch.sort(chosen.reshape(-1))
     rows = x[order // 2]
     rows.masked_fill_((numbers >= 3).unsqueeze(-1), 0.0)
-    made = torch.tanh(rows * weight[numbers]) * values.reshape(-1)[order].unsqueeze(-1)
+    result = torch.tanh(rows * weight[numbers]) * values.reshape(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.size(0), device=order.device)
-    return made[inverse].view(len(x), 2, -1).sum(1)
+    return result[inverse].view(len(x), 2, -1).sum(1)
 
 
 def shuffled(x: Tensor, keys: Tensor) -> Tensor:
@@ -40,9 +40,9 @@ def arguments(rows: int = 12) -> tuple[Tensor, ...]:
     return tuple(t.double().requires_grad_() for t in tensors)
 
 
-def gradients(function: Callable[..., Tensor], given: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
-    out = function(*given)
-    leaves = [t for t in given if t.requires_grad]
+def gradients(function: Callable[..., Tensor], args: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    out = function(*args)
+    leaves = [t for t in args if t.requires_grad]
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
@@ -50,8 +50,8 @@ def gradients(function: Callable[..., Tensor], given: tuple[Tensor, ...], grad: 
 def test_experts_have_no_scatter_and_eagers_gradients(dynamic: bool) -> None:
     fast = fc.compile(routed, backend="interpret", dynamic=dynamic)
     for rows in (12, 12, 20) if dynamic else (12,):
-        given, grad = arguments(rows), torch.randn(rows, 5, dtype=torch.float64)
-        for ours, truth in zip(gradients(fast, given, grad), gradients(routed, given, grad), strict=True):
+        args, grad = arguments(rows), torch.randn(rows, 5, dtype=torch.float64)
+        for ours, truth in zip(gradients(fast, args, grad), gradients(routed, args, grad), strict=True):
             torch.testing.assert_close(ours, truth)
     left = [leftover.target for leftover in fast.plan[1].leftovers]
     assert "gradients of 3 lookups" in fast.plan[0].notes["permuted rows"]
@@ -62,8 +62,8 @@ def test_an_order_that_is_not_undone() -> None:
     x, keys = torch.randn(9, 3, dtype=torch.float64, requires_grad=True), torch.randn(9)
     fast = fc.compile(shuffled, backend="interpret")
     grad = torch.randn(9, 3, dtype=torch.float64)
-    given = x, keys
-    for ours, truth in zip(gradients(fast, given, grad), gradients(shuffled, given, grad), strict=True):
+    args = x, keys
+    for ours, truth in zip(gradients(fast, args, grad), gradients(shuffled, args, grad), strict=True):
         torch.testing.assert_close(ours, truth)
     assert "gradients of 1 lookups" in fast.plan[0].notes["permuted rows"]
 

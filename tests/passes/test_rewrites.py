@@ -179,8 +179,8 @@ def test_masks(name: str) -> None:
     make, verdict = MASKS[name]
     q, k, v = (torch.randn(2, 3, ROWS, 8, dtype=torch.float64) for _ in range(3))
 
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        mask = given if name == "data" else make(ROWS)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        mask = data if name == "data" else make(ROWS)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask.to(q.dtype) if mask.is_floating_point() else mask
         )
@@ -299,8 +299,8 @@ def test_grouped_queries(repeat: Callable[[torch.Tensor, int], torch.Tensor]) ->
 
 @pytest.mark.parametrize("mask", [(1, 16), (2, 1, 1, 16)], ids=str)
 def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ...]) -> None:
-    def attention(*given: torch.Tensor) -> torch.Tensor:
-        q, k, v, allowed = given
+    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v, allowed = tensors
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(v, 3), attn_mask=allowed)
 
     shapes = (2, 6, 1, 8), (2, 2, 16, 8), (2, 2, 16, 8), mask
@@ -314,8 +314,8 @@ def test_one_query_of_each_head_is_one_of_several_of_its_key(mask: tuple[int, ..
 
 
 def test_a_mask_that_tells_heads_apart_keeps_them_repeated() -> None:
-    def attention(*given: torch.Tensor) -> torch.Tensor:
-        q, k, allowed = given
+    def attention(*tensors: torch.Tensor) -> torch.Tensor:
+        q, k, allowed = tensors
         return F.scaled_dot_product_attention(q, _repeat_kv(k, 3), _repeat_kv(k, 3), attn_mask=allowed)
 
     gm = traced_on_cuda(attention, *on_cuda((2, 6, 1, 8), (2, 2, 16, 8), (1, 6, 1, 16)))

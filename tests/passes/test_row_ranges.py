@@ -60,8 +60,8 @@ class Mlp(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype, inner: int = 48) -> None:
         super().__init__()
         shapes = (inner, width), (inner, width), (width, inner)
-        made = (nn.Parameter(torch.randn(s, dtype=dtype) / s[1] ** 0.5) for s in shapes)
-        self.gate, self.up, self.down = made
+        weights = (nn.Parameter(torch.randn(s, dtype=dtype) / s[1] ** 0.5) for s in shapes)
+        self.gate, self.up, self.down = weights
         self.norm = nn.Parameter(torch.rand(width, dtype=dtype) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,21 +145,21 @@ def test_a_cache_that_is_written() -> None:
     """Rows that are not there write nothing, at whatever place; a residual is updated in its place once."""
 
     def f(x: Tensor, w: Tensor, cache: Tensor, at: Tensor, total: Tensor) -> Tensor:
-        made = F.linear(x, w)
-        cache.index_copy_(1, at, made[:, None])
-        total.add_(made)
-        return made * 2
+        product = F.linear(x, w)
+        cache.index_copy_(1, at, product[:, None])
+        total.add_(product)
+        return product * 2
 
     fast = fc.compile(f, backend="interpret", strict=True)
     w = torch.randn(48, 160)
     for rows in (6, 5, 7, 5, 8):
         x, at, total = torch.randn(rows, 160), torch.tensor([rows % 3]), torch.randn(rows, 48)
         cache = torch.randn(rows, 4, 48)
-        own, truth = (cache.clone(), total.clone()), (cache.double(), total.double())
+        written, truth = (cache.clone(), total.clone()), (cache.double(), total.double())
         with torch.no_grad():
-            fast(x, w, own[0], at, own[1])
+            fast(x, w, written[0], at, written[1])
             f(x.double(), w.double(), truth[0], at, truth[1])
-        for ours, exact in zip(own, truth, strict=True):
+        for ours, exact in zip(written, truth, strict=True):
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
     assert not products_left(fast)
 
@@ -174,8 +174,8 @@ def test_several_tokens_of_each_sequence() -> None:
     assert kept == ["1 to 8", "9 to 16", "more than 16"]
 
 
-@pytest.mark.parametrize(("most", "told"), [(8, "8 at most"), (64, "bounds of the caller's")])
-def test_bounds_of_the_callers_are_kept(most: int, told: str) -> None:
+@pytest.mark.parametrize(("most", "said"), [(8, "8 at most"), (64, "bounds of the caller's")])
+def test_bounds_of_the_callers_are_kept(most: int, said: str) -> None:
     fast = fc.compile(F.linear, backend="interpret", strict=True)
     w = torch.randn(48, 160)
     for rows in (3, 7, 2):
@@ -183,7 +183,7 @@ def test_bounds_of_the_callers_are_kept(most: int, told: str) -> None:
         torch._dynamo.mark_dynamic(x, 0, min=2, max=most)
         with torch.no_grad():
             torch.testing.assert_close(fast(x, w), F.linear(x, w), rtol=1e-5, atol=1e-4)
-    assert len(list(fast.plan)) == 1 and told in note(fast)
+    assert len(list(fast.plan)) == 1 and said in note(fast)
     assert len(products_left(fast)) == (most > FEW_ROWS)
 
 

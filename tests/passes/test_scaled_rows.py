@@ -77,15 +77,15 @@ def test_not_with_numerics_of_eager() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values_and_gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
     """As exact as eager, beside float64."""
-    made = products((3, 40, 24), (3, 24, 48), (3, 40), dtype=dtype)
-    operands = [t.requires_grad_() for t in made]
+    tensors = products((3, 40, 24), (3, 24, 48), (3, 40), dtype=dtype)
+    operands = [t.requires_grad_() for t in tensors]
     wide = [t.detach().double().requires_grad_() for t in operands]
     fast = fc.compile(function, backend="interpret", strict=True)
     upstream = torch.randn(3, 40, 48, dtype=torch.float64).view(function(*operands).shape)
 
-    def results(called: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
-        out = called(*given)
-        return [out, *torch.autograd.grad(out, given, upstream.to(out.dtype))]
+    def results(called: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        out = called(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
     pairs = (function, wide), (function, operands), (fast, operands)
     exact, eager, ours = (results(*pair) for pair in pairs)
@@ -103,8 +103,8 @@ def test_the_products_result_is_not_saved() -> None:
     exact.load_state_dict(model.state_dict())
     x = batch["x"].double().detach().requires_grad_()
     fast = fc.compile(model, backend="interpret")
-    for called, given in ((fast, batch["x"]), (exact, x)):
-        called(given).square().sum().backward()
+    for called, argument in ((fast, batch["x"]), (exact, x)):
+        called(argument).square().sum().backward()
     torch.testing.assert_close(batch["x"].grad.double(), x.grad, rtol=1e-4, atol=1e-4)
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=1e-4, atol=1e-4)

@@ -66,8 +66,8 @@ def test_greedy_reaches_the_optimum(function: Callable[..., tuple[torch.Tensor, 
     best = best_us(search_of(function))
     greedy = search_of(function)
     merge_and_recompute(greedy)
-    found = sum(candidate.cost.us for candidate in greedy.candidates.values())
-    assert found <= best * 1.02, (found, best)
+    total = sum(candidate.cost.us for candidate in greedy.candidates.values())
+    assert total <= best * 1.02, (total, best)
 
 
 def shifted(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,9 +87,9 @@ def test_lowering_ends_where_values_are_exponentially_many() -> None:
 
 def test_a_search_that_takes_too_long_ends_with_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(6, 5), torch.randn(6, 5)
-    whole = Compiled(shifted_twice)
-    whole(x, y)
-    assert "search" not in whole.plans[0].notes
+    complete = Compiled(shifted_twice)
+    complete(x, y)
+    assert "search" not in complete.plans[0].notes
     monkeypatch.setattr(effort, "LEAST", 60)
     monkeypatch.setattr(effort, "PER_OP", 2)
     ended = [Compiled(shifted_twice) for _ in range(2)]
@@ -99,7 +99,7 @@ def test_a_search_that_takes_too_long_ends_with_what_it_found(monkeypatch: pytes
     plans = [str(replace(compiled.plans[0], decisions=())) for compiled in ended]
     assert plans[0] == plans[1], "however fast a machine is"
     early = ended[0].plans[0]
-    assert len(early.clusters) > len(whole.plans[0].clusters)
+    assert len(early.clusters) > len(complete.plans[0].clusters)
     assert "search: ended before all was tried: " in str(early)
     monkeypatch.setattr(effort, "LEAST", 10**6)
     monkeypatch.setattr(effort, "SECONDS", 0.0)

@@ -85,8 +85,8 @@ def test_a_piece_that_is_several_calls_is_answered_for_each() -> None:
 
     report = fc.explain(twice, torch.randn(64, 64))
     (place,) = {f.line for n in report.plans[0].dag.module.graph.nodes for f in frames_of(n)}
-    found = references(report.plans[0].dag, "torch.exp")
-    assert [(m.label, m.ops) for m in found] == [
+    matches = references(report.plans[0].dag, "torch.exp")
+    assert [(m.label, m.ops) for m in matches] == [
         (f"torch.exp(x) (test_source_lookup.py:{place})", ("exp",)),
         (f"torch.exp(x * 2) (test_source_lookup.py:{place})", ("exp_1",)),
     ]
@@ -102,8 +102,8 @@ def dynamo_dag(model: Any, *inputs: Tensor) -> Any:
 
 def test_where_only_the_beginning_of_a_call_is_known_names_decide() -> None:
     dag = dynamo_dag(Dense(), torch.randn(8, 64))
-    told = any("^" in (n.meta.get("stack_trace") or "") for n in dag.module.graph.nodes)
-    assert told == (VERSION >= (2, 13))
+    has_marks = any("^" in (n.meta.get("stack_trace") or "") for n in dag.module.graph.nodes)
+    assert has_marks == (VERSION >= (2, 13))
     (relu,) = references(dag, "F.relu")
     assert relu.sure and {str(dag.op(n).target) for n in relu.ops} <= {"aten.relu.default", "aten.le.Scalar"}
 

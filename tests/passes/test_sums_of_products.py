@@ -53,13 +53,13 @@ def operands() -> tuple[Tensor, Tensor]:
     return a, b
 
 
-def compared(function: Callable[..., Tensor], *given: Tensor, **options: object) -> fc.Compiled:
+def compared(function: Callable[..., Tensor], *args: Tensor, **options: object) -> fc.Compiled:
     fast = fc.compile(function, backend="interpret", **options)
-    truth, ours = function(*given), fast(*given)
+    truth, ours = function(*args), fast(*args)
     torch.testing.assert_close(ours, truth)
     assert ours.stride() == truth.stride()
     grad = torch.randn_like(truth)
-    for a, b in zip(*(torch.autograd.grad(y, given, grad) for y in (ours, truth)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(y, args, grad) for y in (ours, truth)), strict=True):
         torch.testing.assert_close(a, b)
     return fast
 
@@ -126,12 +126,12 @@ def changed(a: Tensor, b: Tensor) -> Tensor:
     ],
 )
 def test_what_stays_a_sum(function: Callable[..., Tensor], reason: str) -> None:
-    given = operands()
-    gm = traced(function, *(t.detach() for t in given))
+    args = operands()
+    gm = traced(function, *(t.detach() for t in args))
     new, notes = SUMS_OF_PRODUCTS.apply(gm)
     assert new is gm and [note.reason for note in notes] == ([reason] if reason else [])
     with torch.no_grad():
-        torch.testing.assert_close(fc.compile(function, backend="interpret")(*given), function(*given))
+        torch.testing.assert_close(fc.compile(function, backend="interpret")(*args), function(*args))
 
 
 def test_fewer_digits_are_not_taken() -> None:

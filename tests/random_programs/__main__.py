@@ -27,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", action="store_true", help="run nests under any of their schedules")
     parser.add_argument("--compile", metavar="TARGET", help="also compile the kernels for it: sm_90")
     parser.add_argument("--json", metavar="FILE", help="every verdict, and the text of what failed")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     # No run reads what an earlier one left on disk.
     os.environ.setdefault("FUSION_CACHE_DIR", tempfile.mkdtemp(prefix="fusion-cache"))
-    seeds = range(given.seed, given.seed + given.count)
+    seeds = range(options.seed, options.seed + options.count)
     verdicts: list[dict[str, Any]] = []
     start = time.time()
-    task = Task(given.lines, given.seconds, given.shrink, given.schedules, given.compile)
-    for verdict in judged(seeds, given.jobs, task):
+    task = Task(options.lines, options.seconds, options.shrink, options.schedules, options.compile)
+    for verdict in judged(seeds, options.jobs, task):
         verdicts.append(verdict)
         if len(verdicts) % 100 == 0:
             print(f"{len(verdicts)} done", file=sys.stderr, flush=True)
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"seed {verdict['seed']}: {verdict['kind']}: {verdict['what']}")
             print(f"{verdict['text']}\n{verdict['detail']}\n", flush=True)
     verdicts.sort(key=lambda v: v["seed"])
-    if given.json:
-        with open(given.json, "w") as file:
+    if options.json:
+        with open(options.json, "w") as file:
             json.dump(verdicts, file, indent=1)
     counts = Counter(v["kind"] for v in verdicts)
-    print(f"{given.count} programs from seed {given.seed} in {time.time() - start:.0f} s:", end=" ")
+    print(f"{options.count} programs from seed {options.seed} in {time.time() - start:.0f} s:", end=" ")
     print(", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
     for what, number in Counter(v["what"] for v in verdicts if v["kind"] == "does not apply").most_common():
         print(f"  does not apply, {number} times: {what}")

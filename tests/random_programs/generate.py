@@ -76,10 +76,10 @@ class _Draft:
         self.scopes = [dict[str, Any]() for _ in range(2 * self.runs)]  # eager and wide of each run
 
     def pick(self, fits: Callable[[Value], bool] = lambda v: True) -> Value | None:
-        found = [v for v in self.values.values() if fits(v)]
-        if not found:
+        fitting = [v for v in self.values.values() if fits(v)]
+        if not fitting:
             return None
-        return found[max(self.rng.randrange(len(found)), self.rng.randrange(len(found)))]
+        return fitting[max(self.rng.randrange(len(fitting)), self.rng.randrange(len(fitting)))]
 
     def fresh(
         self,
@@ -98,11 +98,11 @@ class _Draft:
         if values == "order":
             layout = "plain"
         gradient = floating and self.differentiated and self.rng.random() < 0.7
-        made = Input(self.number, tuple(map(tuple, shapes)), kind, values, layout, gradient, tuple(limits))
+        new = Input(self.number, tuple(map(tuple, shapes)), kind, values, layout, gradient, tuple(limits))
         self.number += 1
-        self.pending.append(made)
-        self._evaluate_input(made)
-        return self._value(made.name)
+        self.pending.append(new)
+        self._evaluate_input(new)
+        return self._value(new.name)
 
     def program(self) -> Program | None:
         self._first()
@@ -140,10 +140,10 @@ class _Draft:
             self.fresh(shapes, rng.choice(("int64", "int32", "bool") * 2 + ("int8", "uint8")))
         self._commit(f"{[i.name for i in self.pending]}")
 
-    def _evaluate_input(self, made: Input) -> None:
+    def _evaluate_input(self, argument: Input) -> None:
         for run in range(self.runs):
-            self.scopes[2 * run][made.name] = made.tensor(run).detach()
-            self.scopes[2 * run + 1][made.name] = widened(made.tensor(run)).detach()
+            self.scopes[2 * run][argument.name] = argument.tensor(run).detach()
+            self.scopes[2 * run + 1][argument.name] = widened(argument.tensor(run)).detach()
 
     def _value(self, name: str) -> Value:
         eager = [scope[name] for scope in self.scopes[::2]]
@@ -180,28 +180,28 @@ class _Draft:
         """The arguments that a line speaks of become the program's."""
         spoken = names([line])
         self.inputs += [i for i in self.pending if i.name in spoken]
-        for made in self.pending:
-            if made.name in spoken:
-                self.values[made.name] = self._value(made.name)
+        for argument in self.pending:
+            if argument.name in spoken:
+                self.values[argument.name] = self._value(argument.name)
         self.pending = []
 
     def _discard(self) -> None:
         """Back to what there was before a line: it may have written half of what it writes."""
         self.pending = []
         self.scopes = [{} for _ in self.scopes]
-        for made in self.inputs:
-            self._evaluate_input(made)
+        for argument in self.inputs:
+            self._evaluate_input(argument)
         for number, scope in enumerate(self.scopes):
             for line in self.lines:
                 execute(line, scope, wide=number % 2 == 1)
 
     def _results(self) -> tuple[str, ...]:
         """Return the variables that no line reads, and now and then others: arguments, or values twice."""
-        made = [line.split(" ")[0] for line in self.lines if _assigns(line)]
+        variables = [line.split(" ")[0] for line in self.lines if _assigns(line)]
         read = names(line.split(" = ", 1)[-1] for line in self.lines)
-        results = [name for name in made if name not in read]
+        results = [name for name in variables if name not in read]
         while self.rng.random() < 0.35 or not results:
-            results.append(self.rng.choice((*made, *made, *self.values)))
+            results.append(self.rng.choice((*variables, *variables, *self.values)))
         if self.rng.random() < 0.9:
             results = list(dict.fromkeys(results))
         return tuple(results)
@@ -209,12 +209,12 @@ class _Draft:
     def _checked(self, program: Program) -> Program | None:
         """The program, without gradients where autograd refuses it."""
         plain = replace(program, inputs=tuple(replace(i, gradient=False) for i in program.inputs))
-        for made in (program, plain):
+        for tried in (program, plain):
             try:
-                for run in range(made.runs):
-                    called(made.function, made, run)
-                    called(made.wide_function, made, run, wide=True)
-                return made
+                for run in range(tried.runs):
+                    called(tried.function, tried, run)
+                    called(tried.wide_function, tried, run, wide=True)
+                return tried
             except (RuntimeError, IndexError):
                 continue
         return None

@@ -122,16 +122,16 @@ def differences(
     members: outcomes of eager with other roundings.
     """
     facts = zip(ours.facts, eager.facts, strict=True)
-    found = [(name, f"{a}, eager has {b}") for (name, a), (_, b) in facts if a != b]
-    for i, (here, there) in enumerate(zip(ours.strides, eager.strides, strict=True)):
-        if here != there:
-            found.append((f"strides of result {i}", f"{here}, eager has {there}"))
+    problems = [(name, f"{a}, eager has {b}") for (name, a), (_, b) in facts if a != b]
+    for i, (mine, theirs) in enumerate(zip(ours.strides, eager.strides, strict=True)):
+        if mine != theirs:
+            problems.append((f"strides of result {i}", f"{mine}, eager has {theirs}"))
     for i, (name, value) in enumerate(ours.values):
         others = [m.values[i][1] for m in members]
         problem = difference(value, eager.values[i][1], truth.values[i][1], others)
         if problem:
-            found.append((name, problem))
-    return found
+            problems.append((name, problem))
+    return problems
 
 
 def difference(ours: Tensor, eager: Tensor, truth: Tensor, members: Sequence[Tensor]) -> str | None:

@@ -71,8 +71,8 @@ class Input:
 
     def text(self, run: int = 0) -> str:
         """An expression for the argument of a run."""
-        made = self._laid_out(self.shapes[run], run)
-        return f"{made}.requires_grad_()" if self.gradient else made
+        tensor = self._laid_out(self.shapes[run], run)
+        return f"{tensor}.requires_grad_()" if self.gradient else tensor
 
     def tensor(self, run: int = 0) -> Tensor:
         return eval(self.text(run), {"torch": torch, "seeded": seeded})
@@ -109,8 +109,8 @@ class Input:
                 odd = "torch.tensor([float('nan'), float('inf'), -float('inf'), 0.0, -0.0, 1.5, -2.0, 0.25])"
                 return f"{odd}[torch.randint(0, 8, {shape}, {generator})]{to}"
             case "halves":
-                whole = f"torch.randint({0 if self.dtype == 'uint8' else -6}, 7, {shape}, {generator})"
-                return f"({whole} / 2){to}" if self.dtype in FLOATS else f"{whole}{to}"
+                integers = f"torch.randint({0 if self.dtype == 'uint8' else -6}, 7, {shape}, {generator})"
+                return f"({integers} / 2){to}" if self.dtype in FLOATS else f"{integers}{to}"
             case _:
                 raise ValueError(self.values)
 
@@ -168,11 +168,11 @@ class Program:
         """A file that runs the program in eager and compiled, forward and backward."""
         runs = ""
         for run in range(self.runs):
-            made = (
+            arguments = (
                 f"{i.text(run)}{'.clone()' if n in self.mutated and i.gradient else ''}"
                 for n, i in enumerate(self.inputs)
             )
-            runs += "    lambda: [\n" + "".join(f"        {text},\n" for text in made) + "    ],\n"
+            runs += "    lambda: [\n" + "".join(f"        {text},\n" for text in arguments) + "    ],\n"
         options = "backend='interpret', dynamic=True" if self.dynamic else "backend='interpret'"
         return f"{HEADER}\n{self.body}\n\nARGUMENTS = [\n{runs}]\n{FOOTER.format(options=options)}"
 
@@ -184,8 +184,8 @@ def names(texts: Iterable[str]) -> set[str]:
 
 def assigned(line: str) -> str | None:
     """The value that a line makes; None where it writes into one that exists."""
-    found = re.match(r"(v\d+) = ", line)
-    return found[1] if found else None
+    match = re.match(r"(v\d+) = ", line)
+    return match[1] if match else None
 
 
 def seeded(number: int) -> torch.Generator:
@@ -199,8 +199,8 @@ def attention(
     copy, as the kernel keeps its own result."""
     missing = (1,) * (4 - query.dim())
     q, k, v = (x.contiguous().view(*missing, *x.shape) for x in (query, key, value))
-    made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-    return made.clone().view(value.shape)
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return attended.clone().view(value.shape)
 
 
 def _function(body: str) -> Callable[..., tuple[Tensor, ...]]:

@@ -78,8 +78,8 @@ class RandomRounding(TorchDispatchMode):
         aliased = not written and any(r.alias_info for r in returns)
         if func.is_view or torch.Tag.inplace_view in func.tags or aliased:
             return func(*args, **kwargs)
-        own = [x.clone() if i in written and isinstance(x, Tensor) else x for i, x in enumerate(args)]
-        result = func(*own, **kwargs)
+        copied = [x.clone() if i in written and isinstance(x, Tensor) else x for i, x in enumerate(args)]
+        result = func(*copied, **kwargs)
         sizes = [r.numel() for r in tree_leaves(result) if isinstance(r, Tensor) and r.numel()]
         fewest = min(sizes, default=1)
         wide_args, wide_kwargs = tree_map(self._wide, (args, kwargs))
@@ -88,7 +88,7 @@ class RandomRounding(TorchDispatchMode):
                 wide_args = tree_map(lambda w, x: self._disturbed(w, x, fewest), wide_args, args)
             wide = func(*wide_args, **wide_kwargs)
         except RuntimeError:  # it takes these dtypes only
-            wide_args, wide = own, result
+            wide_args, wide = copied, result
         if name in VARIANCES | NORMALIZING:
             unsteady = functools.partial(self._unsteady, args[0].numel() / fewest)
             wide = tree_map(unsteady, wide, result)
@@ -160,11 +160,11 @@ class RandomRounding(TorchDispatchMode):
 
     def _write(self, target: Any, wide: Any) -> None:
         if isinstance(target, Tensor):
-            made = self._rounded(target, wide) if target.is_floating_point() else wide
+            rounded = self._rounded(target, wide) if target.is_floating_point() else wide
             for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
                 if size > 1 and stride == 0:  # one element for all: `copy_` refuses
-                    target, made = target.narrow(dim, 0, 1), made.narrow(dim, 0, 1)
-            target.copy_(made)
+                    target, rounded = target.narrow(dim, 0, 1), rounded.narrow(dim, 0, 1)
+            target.copy_(rounded)
 
     def _rounded(self, result: Any, wide: Any) -> Any:
         """`wide` as a tensor of the dtype and layout of `result`; that itself where it holds no floats.
@@ -176,14 +176,14 @@ class RandomRounding(TorchDispatchMode):
         if result.dtype is torch.float64:
             inexact = wide.isfinite() & (wide.float().double() != wide)
             sign = torch.randint(-1, 2, wide.shape, generator=self.generator).double()
-            made = torch.where(inexact, wide * (1 + sign * 2.0**-52), wide)
+            near = torch.where(inexact, wide * (1 + sign * 2.0**-52), wide)
         else:
             nearest = wide.to(result.dtype)
             error = wide - nearest.double()
             other = torch.nextafter(nearest, torch.where(error > 0, torch.inf, -torch.inf).to(result.dtype))
             turned = torch.rand(wide.shape, generator=self.generator) < 0.5
-            made = torch.where(turned & (error != 0) & nearest.isfinite() & other.isfinite(), other, nearest)
-        if bool(made.isnan().any()):  # whose sign nothing says, but copysign and signbit show
-            sign = torch.randint(0, 2, made.shape, generator=self.generator) * 2 - 1
-            made = torch.where(made.isnan(), torch.copysign(made, sign), made)
-        return made if made.stride() == result.stride() else torch.empty_like(result).copy_(made)
+            near = torch.where(turned & (error != 0) & nearest.isfinite() & other.isfinite(), other, nearest)
+        if bool(near.isnan().any()):  # whose sign nothing says, but copysign and signbit show
+            sign = torch.randint(0, 2, near.shape, generator=self.generator) * 2 - 1
+            near = torch.where(near.isnan(), torch.copysign(near, sign), near)
+        return near if near.stride() == result.stride() else torch.empty_like(result).copy_(near)

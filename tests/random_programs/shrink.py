@@ -68,9 +68,9 @@ def _smaller(program: Program) -> Iterator[Program]:
                 continue
             if change == {"dtype": "float32"} and spec.dtype in ("int64", "int32", "bool"):
                 continue
-            made = replace(spec, **change)  # type: ignore[arg-type]
-            if made != spec:
-                yield replace(program, inputs=(*program.inputs[:i], made, *program.inputs[i + 1 :]))
+            changed = replace(spec, **change)  # type: ignore[arg-type]
+            if changed != spec:
+                yield replace(program, inputs=(*program.inputs[:i], changed, *program.inputs[i + 1 :]))
     yield from _narrower(program)
 
 
@@ -93,13 +93,13 @@ def _cut(program: Program, i: int, line: str) -> Iterator[Program]:
     if target is None:
         return
     try:
-        made = [_traced(program, i, run)[target] for run in range(program.runs)]
+        values = [_traced(program, i, run)[target] for run in range(program.runs)]
     except Exception:
         return
     number = 1 + max((spec.number for spec in program.inputs), default=-1)
-    dtype = str(made[0].dtype).removeprefix("torch.")
-    gradient = made[0].dtype.is_floating_point and any(spec.gradient for spec in program.inputs)
-    spec = Input(number, tuple(tuple(x.shape) for x in made), dtype, gradient=gradient)
+    dtype = str(values[0].dtype).removeprefix("torch.")
+    gradient = values[0].dtype.is_floating_point and any(spec.gradient for spec in program.inputs)
+    spec = Input(number, tuple(tuple(x.shape) for x in values), dtype, gradient=gradient)
     lines = tuple(_renamed(t, target, spec.name) for t in (*program.lines[:i], *program.lines[i + 1 :]))
     results = tuple(spec.name if r == target else r for r in program.results)
     yield _trimmed(replace(program, inputs=(*program.inputs, spec), lines=lines, results=results))

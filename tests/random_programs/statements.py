@@ -167,9 +167,9 @@ def partner(g: Draft, x: Value, alike: bool = False) -> Value:
             return y.shapes == x.shapes and y.dtype is x.dtype
         return y.dtype is not torch.bool and all(map(broadcastable, x.shapes, y.shapes))
 
-    found = g.pick(fits) if g.rng.random() < 0.7 else None
-    if found is not None and found.name != x.name:
-        return found
+    other = g.pick(fits) if g.rng.random() < 0.7 else None
+    if other is not None and other.name != x.name:
+        return other
     if alike:
         return g.fresh(x.shapes, x.dtype)
     kept = [g.rng.random() < 0.7 for _ in range(x.rank)]

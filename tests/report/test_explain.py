@@ -102,11 +102,11 @@ def test_both_captures_give_the_same_plan(
     model: Any, args: tuple[Any, ...], by_dynamo: Callable[..., fc.Report]
 ) -> None:
     """Ops, clusters, predicted times, refusals, source lines and what is saved for backward."""
-    whole = fc.explain(model, *args)
-    assert (whole.captured_by, whole.not_whole) == ("torch.fx", "")
-    assert "captured by torch.fx\n" in str(whole)
-    assert plain(whole) == plain(by_dynamo(model, *args))
-    assert len(whole.plans) == (2 if isinstance(model, nn.Module) else 1)
+    by_fx = fc.explain(model, *args)
+    assert (by_fx.captured_by, by_fx.not_whole) == ("torch.fx", "")
+    assert "captured by torch.fx\n" in str(by_fx)
+    assert plain(by_fx) == plain(by_dynamo(model, *args))
+    assert len(by_fx.plans) == (2 if isinstance(model, nn.Module) else 1)
 
 
 def test_source_lines_and_modules_without_dynamo() -> None:
@@ -190,7 +190,7 @@ def test_a_refused_transform_is_left_and_code_that_catches_the_refusal_is_refuse
 
 def test_a_hook_on_the_module_is_no_part_of_it() -> None:
     model = nn.Linear(8, 8)
-    model.register_forward_hook(lambda *given: given[-1] * 2)
+    model.register_forward_hook(lambda *args: args[-1] * 2)
     assert "hooks" in fc.explain(model, torch.randn(4, 8)).not_whole
 
 
@@ -259,15 +259,15 @@ def _writers() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tens
     parameter.grad = torch.full((5,), 0.1)
     optimizer = torch.optim.Adam([parameter])
     optimizer.step()
-    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]] = {
+    cases: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]] = {
         "closure": (lambda x: x + held.add_(1), (torch.ones(3),), [held]),
         "optimizer": (optimizer.step, (), [parameter, parameter.grad, *optimizer.state[parameter].values()]),
     }
     for broken in (False, True):
         model = Counter(broken)
         tensors = [model.seen, *model.more["sums"], *model.state_dict().values()]
-        found[f"module, {'broken' if broken else 'whole'}"] = (model, (torch.randn(6, 4),), tensors)
-    return found
+        cases[f"module, {'broken' if broken else 'whole'}"] = (model, (torch.randn(6, 4),), tensors)
+    return cases
 
 
 @pytest.mark.parametrize("name", _writers())

@@ -108,14 +108,14 @@ def test_a_click_on_a_cluster_shows_its_kernel_and_figures(opened: Open) -> None
     if tab.locator("#panel >> text=Selected").count():
         assert tab.evaluate("getSelection().toString()") == report["kernels"]["rotate_kernel"]
     text = panel(tab)
-    own = unit(report, "rotate_0")
-    assert own["why"] in text and "rotate = f(x)" in text and "rotate.py:18" in text
+    rotate = unit(report, "rotate_0")
+    assert rotate["why"] in text and "rotate = f(x)" in text and "rotate.py:18" in text
     assert "10.0 us, in eager 37.8 us" in text
     assert "11.0 us at 3.10 TB/s; the prediction is 9.09% below" in text
     assert "25.2 MB: 16.8 MB read, 8.39 MB written" in text and "4096 rows x 1024" in text
     assert "Instead of 6 calls of eager" in text
     rows = tab.locator("#panel .ops tr")
-    assert rows.count() == len(own["ops"])
+    assert rows.count() == len(rotate["ops"])
     assert "mul" in rows.first.inner_text() and "f16[8, 512, 1024]" in rows.first.inner_text()
     tab.click("#tab-overview")
     assert "900 us a step on h200 (20 repetitions), 12.0 us of it in kernels of no unit." in panel(tab)
@@ -324,8 +324,8 @@ def test_modules_that_wait_for_each_other_are_drawn(opened: Open) -> None:
     tab.click("[data-do=fit]")
     for module in ("a", "b"):
         tab.click(f".title .name >> text=▾ {module}")
-    found = tab.locator(".line .ink").evaluate_all(UPWARDS)
-    assert sorted(found) == ["norm_0 → value_0", "query_0 → rotate_0"]
+    lines = tab.locator(".line .ink").evaluate_all(UPWARDS)
+    assert sorted(lines) == ["norm_0 → value_0", "query_0 → rotate_0"]
 
 
 # Elements that reach out of the window, apart from those in a row that scrolls sideways.

@@ -85,8 +85,8 @@ def test_clusters_that_share_a_kernel_and_a_call_of_two_kernels() -> None:
     trace.kernel("splitKreduce", 25, 70, 3.0, launch="cudaLaunchKernel", category="cuda_runtime")
     trace.kernel("norm", 31, 75, 6.0)  # another layer's, under the first one's name
     names = ("g/norm [a:1]", "g/mm [b:2]", "g/norm_1 [c:3]")
-    found = runs(trace, *names)
-    assert found == {(names[0], 0): (1, 5.0), (names[1], 0): (1, 23.0), (names[2], 0): (1, 6.0)}
+    counts = runs(trace, *names)
+    assert counts == {(names[0], 0): (1, 5.0), (names[1], 0): (1, 23.0), (names[2], 0): (1, 6.0)}
     owners = device_timeline(trace.events, names).owners
     assert [trace.events[i]["name"] for i, owner in owners.items() if owner == names[1]] == [
         "gemm",
@@ -390,12 +390,12 @@ def test_the_trace_is_a_file_with_the_last_step_and_our_names(
     fast, x = layers
     fc.profile(fast, x, repetitions=3).trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    found = [e["name"] for e in events if e.get("cat") == "user_annotation"]
-    assert found.count(STEP) == 1
+    annotations = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+    assert annotations.count(STEP) == 1
     for plan in plan_of(fast):
         for unit in units_of(plan).values():
-            assert found.count(unit.range) == 1
-    assert any("[norm.1:" in name for name in found)
+            assert annotations.count(unit.range) == 1
+    assert any("[norm.1:" in name for name in annotations)
 
 
 def test_a_step_without_a_graph_of_ours_is_refused() -> None:
@@ -404,10 +404,10 @@ def test_a_step_without_a_graph_of_ours_is_refused() -> None:
         fc.profile(fast, torch.randn(3))
 
 
-@pytest.mark.parametrize("given", [nn.Linear(2, 2), len, 3])
-def test_what_compile_did_not_return_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("target", [nn.Linear(2, 2), len, 3])
+def test_what_compile_did_not_return_is_refused(target: Any) -> None:
     with pytest.raises(NotCompiledError, match=r"(?s)not .*what to do: fast = "):
-        fc.profile(given, torch.randn(2))
+        fc.profile(target, torch.randn(2))
 
 
 @pytest.mark.parametrize("repetitions", [0, -1, True])

@@ -227,7 +227,7 @@ MASK = torch.zeros(32, 32, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("made", "h200", "a100", "rtx4090"),
+    ("case", "h200", "a100", "rtx4090"),
     [
         (call(), CUDNN, FLASH, FLASH),
         (call(dropout=0.1), FLASH if DROPOUT_IN_SIXTEENTHS else CUDNN, FLASH, FLASH),
@@ -250,11 +250,11 @@ MASK = torch.zeros(32, 32, dtype=torch.bool)
     ],
 )
 def test_attention_is_the_kernel_that_pytorch_chooses_on_the_gpu(
-    made: Call, h200: SDPBackend, a100: SDPBackend, rtx4090: SDPBackend, monkeypatch: pytest.MonkeyPatch
+    case: Call, h200: SDPBackend, a100: SDPBackend, rtx4090: SDPBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_choice, "cudnn_version", lambda: None)
     expected = {"h200": h200, "a100": a100, "rtx4090": rtx4090}
-    assert {name: backend_of(made, device_spec(name)) for name in expected} == expected
+    assert {name: backend_of(case, device_spec(name)) for name in expected} == expected
 
 
 def test_kernels_that_the_user_turned_off_are_not_chosen() -> None:

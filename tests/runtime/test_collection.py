@@ -75,9 +75,9 @@ def test_a_compilation_forward_and_backward_runs_so(monkeypatch: pytest.MonkeyPa
         seen.append(gc.get_threshold())
         return 2.0
 
-    def built(*given: Any) -> Any:
+    def built(*args: Any) -> Any:
         seen.append(gc.get_threshold())
-        return build(*given)
+        return build(*args)
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return x.sin() * by_dynamo()

@@ -47,16 +47,16 @@ def test_a_plan_knows_the_seconds_of_its_stages() -> None:
     fast = fc.compile(lambda x: x.sin() * 2, backend="eager")
     start = time.perf_counter()
     fast(torch.randn(8))
-    whole = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     seconds = fast.plan.seconds
     assert {"rewrites", "autograd", "plan", "stitch"} <= seconds.keys()
-    assert 0 < sum(seconds.values()) < whole
+    assert 0 < sum(seconds.values()) < elapsed
     assert fast.plan.seconds == seconds  # nothing runs on
 
 
-def row(workload: str, own: bool = False, **cells: dict[str, float]) -> dict[str, Any]:
+def row(workload: str, is_default: bool = False, **cells: dict[str, float]) -> dict[str, Any]:
     measured = {n: {kind: {"seconds": s} for kind, s in cell.items()} for n, cell in cells.items()}
-    return {"workload": workload, "own": own, "cells": measured}
+    return {"workload": workload, "own": is_default, "cells": measured}
 
 
 def test_bars_and_what_misses_them() -> None:
@@ -64,7 +64,7 @@ def test_bars_and_what_misses_them() -> None:
         row("BERT-large, 4 layers", ours={"cold": 4.0}),
         row(
             "BERT-large, 12 layers",
-            own=True,
+            is_default=True,
             ours={"cold": 8.0, "warm": 1.5},
             compile={"cold": 15.0, "warm": 4.0},
         ),

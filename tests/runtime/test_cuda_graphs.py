@@ -88,19 +88,19 @@ def writes(x: Tensor, y: Tensor) -> Tensor:
 def test_what_is_recorded(
     graph: Callable[[], fx.GraphModule], static: Sequence[int], reason: str | None
 ) -> None:
-    made = graph()
-    found = refusal(made, form_of(made, static), Phase.FORWARD)
-    assert (found is None) if reason is None else (found is not None and reason in found)
+    gm = graph()
+    why = refusal(gm, form_of(gm, static), Phase.FORWARD)
+    assert (why is None) if reason is None else (why is not None and reason in why)
 
 
-def sized(*, told: bool) -> fx.GraphModule:
-    """A graph of a tensor with any number of rows, which is an argument as well if that is told."""
+def sized(*, with_sizes: bool) -> fx.GraphModule:
+    """Return a graph of a tensor with any number of rows; with sizes, that number is an argument as well."""
     env, source = ShapeEnv(), ConstantSource("rows")
     symbol = env.create_symbol(5, source, dynamic_dim=DimDynamic.DYNAMIC)
     with FakeTensorMode(shape_env=env):
         x = torch.empty(env.create_symintnode(symbol, hint=5, source=source), 4, device="cuda")
     graph = fx.Graph()
-    if told:
+    if with_sizes:
         graph.placeholder("rows").meta["val"] = x.shape[0]
     node = graph.placeholder("x")
     node.meta["val"] = x
@@ -109,24 +109,24 @@ def sized(*, told: bool) -> fx.GraphModule:
 
 
 def test_sizes_that_differ_are_recorded_in_inference_where_they_are_told() -> None:
-    for told, phase, fits in (
+    for with_sizes, phase, fits in (
         (True, Phase.INFERENCE, True),
         (True, Phase.FORWARD, False),
         (False, Phase.INFERENCE, False),
     ):
-        graph = sized(told=told)
+        graph = sized(with_sizes=with_sizes)
         form = form_of(graph, ())
-        assert form.sizes == ((0,) if told else ())
-        found = refusal(graph, form, phase)
-        assert found is None if fits else found is not None and "sizes differ" in found
+        assert form.sizes == ((0,) if with_sizes else ())
+        why = refusal(graph, form, phase)
+        assert why is None if fits else why is not None and "sizes differ" in why
 
 
 def test_a_view_of_what_else_is_there_is_not_recorded_where_sizes_differ() -> None:
     """AOTAutograd makes it again of the argument or the other result, at the offset that it has: a copy has
     none."""
     sin, t = torch.ops.aten.sin.default, torch.ops.aten.t.default
-    for both, told in (((t,), True), ((sin,), False), ((sin, t), True), ((sin, sin), False)):
-        graph = sized(told=True)
+    for both, refused in (((t,), True), ((sin,), False), ((sin, t), True), ((sin, sin), False)):
+        graph = sized(with_sizes=True)
         output = graph.graph.output_node()
         (x,) = output.all_input_nodes
         results: list[fx.Node] = []
@@ -136,8 +136,8 @@ def test_a_view_of_what_else_is_there_is_not_recorded_where_sizes_differ() -> No
                 results.append(graph.graph.call_function(target, (source,)))
             results[-1].meta["val"] = x.meta["val"]
         output.args = (tuple(results),)
-        found = refusal(graph, form_of(graph, ()), Phase.INFERENCE)
-        assert (found is not None and "is a view of an argument" in found) == told
+        why = refusal(graph, form_of(graph, ()), Phase.INFERENCE)
+        assert (why is not None and "is a view of an argument" in why) == refused
     fixed = traced(lambda x: x.t(), "cuda")
     assert refusal(fixed, form_of(fixed, ()), Phase.INFERENCE) is None
 
@@ -239,8 +239,8 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
     ],
 )
 def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
-    found = terms.refusal
-    assert found is None if reason is None else found is not None and reason in found
+    why = terms.refusal
+    assert why is None if reason is None else why is not None and reason in why
 
 
 def test_a_forward_and_its_backward_are_judged_together() -> None:
@@ -272,7 +272,7 @@ def test_sizes_are_recorded_unasked_where_that_pays(monkeypatch: pytest.MonkeyPa
         ran.append("plain")
         return []
 
-    call, decision = Recordings().wrap(plain, sized(told=True), [], info_of(Phase.INFERENCE), terms)
+    call, decision = Recordings().wrap(plain, sized(with_sizes=True), [], info_of(Phase.INFERENCE), terms)
     assert "but with the sizes that it was captured with: its launches take 900 us" in decision.reason
     for size in (65536, 65536, 65536, 64, 64, 64, 7, 32, 32, 32):
         call([size, torch.ones(size)])
@@ -292,8 +292,8 @@ def test_what_is_predicted_of_a_symbolic_graph_is_of_the_sizes_that_it_was_captu
     (product,) = (op for op in map(plan.dag.op, plan.dag.order) if op.kind is Kind.CONTRACTION)
     assert product.flops == 2 * rows * width * width
     larger = {symbol: size * (16 if size == rows else 1) for symbol, size in sizes.items()}
-    now, then = (step_time(plan, device_spec("h200"), sizes, at) for at in (sizes, larger))
-    assert then.gpu_us > 8 * now.gpu_us > 80 and then.host_us == now.host_us
+    now, at_larger = (step_time(plan, device_spec("h200"), sizes, at) for at in (sizes, larger))
+    assert at_larger.gpu_us > 8 * now.gpu_us > 80 and at_larger.host_us == now.host_us
     assert ordered(plan, hints=sizes).peak >= rows * width * 4
 
 
@@ -313,11 +313,11 @@ class Net(nn.Module):
 
 
 def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
 
     def impl(model: Any, inputs: list[Any], static: Sequence[int], **options: Any) -> Any:
         entry: dict[str, Any] = {"count": len(inputs), "static": tuple(static), "calls": 0, **options}
-        told.append(entry)
+        entries.append(entry)
 
         def run(arguments: list[Any]) -> Any:
             entry["calls"] += 1
@@ -341,9 +341,9 @@ def test_recordings_are_told_of_parameters_buffers_and_phases(monkeypatch: pytes
         want.square().sum().backward()
     torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
     torch.testing.assert_close(model.linear.weight.grad, exact.linear.weight.grad, check_dtype=False)
-    forward, backward = told
+    forward, backward = entries
     assert (forward["is_backward"], forward["is_inference"], backward["is_backward"]) == (False, False, True)
-    assert [e["calls"] for e in told] == [2, 2]
+    assert [e["calls"] for e in entries] == [2, 2]
     assert len(forward["static"]) == 3 and set(forward["mutated_input_idxs"]) <= set(forward["static"])
     assert len(forward["mutated_input_idxs"]) == 1 and forward["device_index"] == 0
     assert len(forward["placeholders"]) == forward["count"]
@@ -474,10 +474,10 @@ def test_chunks_of_a_loss_count_with_all_that_they_launch() -> None:
     device = device_spec("h200")
     assert loops
     for plan in plans.values():
-        own = [op.target for op in map(plan.dag.op, plan.dag.order) if isinstance(op.target, Chunked)]
+        chunked = [op.target for op in map(plan.dag.op, plan.dag.order) if isinstance(op.target, Chunked)]
         took = step_time(plan, device)
-        assert took.host_us >= sum(loop.host_us for loop in own)
-        assert took.gpu_us >= sum(loop.gpu_us for loop in own)
+        assert took.host_us >= sum(loop.host_us for loop in chunked)
+        assert took.gpu_us >= sum(loop.gpu_us for loop in chunked)
     (loop,) = loops[:1]
     bodies = [plan for name, plan in plans.items() if loop.name in name]
     one = step_time(bodies[0], device)

@@ -198,7 +198,8 @@ def test_it_begins_with_those_that_load_early(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> None:
-    """Asked of what is chosen, measured twice, kept for other processes."""
+    """The chosen programs are measured twice, with and without it, and the result is kept for other
+    processes."""
 
     class Dependent(Graph):
         def __init__(self) -> None:
@@ -208,8 +209,8 @@ def test_a_kernel_may_start_when_the_one_before_it_has_ended(tmp_path: Path) -> 
                 replace(p, kernels=(k,)) for p, k in zip(programs(), kernels, strict=True)
             )
 
-        def measured(self, *given: Any) -> Callable[[], float]:
-            measure = super().measured(*given)
+        def measured(self, *args: Any) -> Callable[[], float]:
+            measure = super().measured(*args)
             return lambda: measure() - (10 if self.gpu.launched[-1][0].endswith("_behind") else 0)
 
     graph = Dependent()

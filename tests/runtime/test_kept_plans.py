@@ -221,7 +221,7 @@ def spoil(file: Path, damage: str) -> None:
     text = json.dumps(value)
     old, new = '{"Cluster"', '{"Path"'
     if damage == "another graph":
-        cluster = next(made["Cluster"] for made in value["values"] if "Cluster" in made)
+        cluster = next(entry["Cluster"] for entry in value["values"] if "Cluster" in entry)
         old = json.dumps(cluster[1])
         new = json.dumps(["gone"])
     assert old in text
@@ -230,11 +230,11 @@ def spoil(file: Path, damage: str) -> None:
 
 def test_a_value_is_written_once_and_is_what_it_was() -> None:
     """1, 1.0 and True are equal in Python and no values of each other here."""
-    made = [Constant(value, torch.float32) for value in (1, 1.0, True, 0.0, -0.0)]
-    written = json.loads(json.dumps(record.write((*made, *made, (made[0],)))))
+    constants = [Constant(value, torch.float32) for value in (1, 1.0, True, 0.0, -0.0)]
+    written = json.loads(json.dumps(record.write((*constants, *constants, (constants[0],)))))
     again = record.read(written)
     assert len(written["values"]) == 5
-    assert [repr(v) for v in again] == [repr(v) for v in (*made, *made, (made[0],))]
+    assert [repr(v) for v in again] == [repr(v) for v in (*constants, *constants, (constants[0],))]
     for wrong in ({"at": 5}, {"at": -1}, {"at": "0"}):
         with pytest.raises((ValueError, TypeError)):
             record.read({**written, "value": [wrong]})
@@ -280,13 +280,13 @@ def test_loops_over_chunks_are_kept(loss: Any, monkeypatch: pytest.MonkeyPatch) 
 
     for module, stage in ((planning, "plan_clusters"), (runners, "emit"), (compiler, "partition")):
         monkeypatch.setattr(module, stage, again)
-    second, found = run()
+    second, repeated = run()
     loops = [
         o.target for p in second.plan for n in p.dag.order if "chunks_of" in str((o := p.dag.op(n)).target)
     ]
     assert loops and any(p.name.endswith("_rows") for p in second.plan)
     assert captured(second) == {"from disk"} and all(planned(second)) and text_of(second) == text_of(first)
-    for a, b, eager in zip(found, truth, test_chunked_loss.results(loss, x, w, t), strict=True):
+    for a, b, eager in zip(repeated, truth, test_chunked_loss.results(loss, x, w, t), strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, eager)
 

@@ -133,8 +133,8 @@ def test_many_ways_of_not_being_aligned_share_a_build() -> None:
     run = runner(gpu, program)
     inputs = [torch.randn(97).bfloat16() for _ in range(3)]
     for shifts in itertools.product((0, 1), repeat=3):
-        given = [x[s : 96 + s] for x, s in zip(inputs, shifts, strict=True)]
-        torch.testing.assert_close(run(*given)[0], sum(given), rtol=0.02, atol=0.02)
+        views = [x[s : 96 + s] for x, s in zip(inputs, shifts, strict=True)]
+        torch.testing.assert_close(run(*views)[0], sum(views), rtol=0.02, atol=0.02)
     assert len(gpu.loaded) == MOST_VARIANTS + 1 and gpu.loaded[-1].divisible == (3,)
 
 
@@ -508,15 +508,15 @@ def test_a_call_waits_for_kernels_that_are_being_compiled(monkeypatch: pytest.Mo
     monkeypatch.setattr(background, "is_cached", lambda build: False)  # pyright: ignore[reportUnknownLambdaType]
     stages, gpu = Stages(), FakeGpu()
     run = Runner((add_bf16(),), no_fallback, name="c", gpus=lambda _: gpu, stages=stages)
-    told: list[tuple[int, int]] = []
+    progressed: list[tuple[int, int]] = []
     progress = Progress(enabled=False)
-    monkeypatch.setattr(progress, "kernels", lambda *n: told.append(n))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(progress, "kernels", lambda *n: progressed.append(n))  # pyright: ignore[reportUnknownLambdaType]
     compile_all([run], progress=progress)
-    assert begun.wait(30) and not called and not told
+    assert begun.wait(30) and not called and not progressed
     threading.Timer(0.2, finish.set).start()
     a, b = torch.randn(8, dtype=torch.bfloat16), torch.randn(8, dtype=torch.bfloat16)
     run(a, b)
-    assert called == ["compiled"] and gpu.loaded and told == [(1, 2)]
+    assert called == ["compiled"] and gpu.loaded and progressed == [(1, 2)]
     assert stages.seconds["kernels"] >= 0.1 > stages.seconds["load and tune"]
 
 
@@ -704,9 +704,9 @@ class HoldingGpu(FakeGpu):
         entry = super().load(build)
 
         def launched(way: str) -> Entry:
-            def run(*given: Any) -> None:
+            def run(*args: Any) -> None:
                 self.ways.append(way)
-                entry.run(*given)
+                entry.run(*args)
 
             return replace(entry, run=run)
 
@@ -772,8 +772,8 @@ class Launcher:
 def test_a_launcher_is_left_out_where_it_only_passes_on() -> None:
     seen: list[tuple[object, ...]] = []
 
-    def launch(*given: object) -> None:
-        seen.append(given)
+    def launch(*args: object) -> None:
+        seen.append(args)
 
     class Direct(FakeGpu):
         def load(self, build: Build) -> Entry:
@@ -808,21 +808,21 @@ def test_tritons_own_launcher_only_passes_on(monkeypatch: pytest.MonkeyPatch) ->
     """The fields that its __call__ reads, without the driver that its __init__ needs."""
     from triton.backends.nvidia.driver import CudaLauncher
 
-    own: Any = object.__new__(CudaLauncher)
+    native: Any = object.__new__(CudaLauncher)
     names = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
-    vars(own).update(dict.fromkeys(names, 0), num_ctas=1, launch_cooperative_grid=False, launch_pdl=False)
-    vars(own).update(arg_annotations=["p"], kernel_signature=b"OO", gsan_enabled=False)
+    vars(native).update(dict.fromkeys(names, 0), num_ctas=1, launch_cooperative_grid=False, launch_pdl=False)
+    vars(native).update(arg_annotations=["p"], kernel_signature=b"OO", gsan_enabled=False)
     monkeypatch.setattr(triton.runtime.driver, "_active", object())  # which a newer one asks for
     seen: list[tuple[object, ...]] = []
-    own.launch = lambda *given: seen.append(given)
-    found = direct_call(own, 11, (4, 1, 0), 2)
-    assert found is not None and found[0] is own.launch and not seen
-    own(5, 6, 7, 8, 11, (4, 1, 0), None, None, None, 100, 200)
-    given = {"x": 5, "y": 6, "z": 7, "stream": 8, "0": 100, "1": 200}
+    native.launch = lambda *values: seen.append(values)
+    direct = direct_call(native, 11, (4, 1, 0), 2)
+    assert direct is not None and direct[0] is native.launch and not seen
+    native(5, 6, 7, 8, 11, (4, 1, 0), None, None, None, 100, 200)
+    values = {"x": 5, "y": 6, "z": 7, "stream": 8, "0": 100, "1": 200}
 
     def filled(value: Any) -> Any:
         if isinstance(value, Varying):
-            return given[value.name]
+            return values[value.name]
         return tuple(map(filled, value)) if isinstance(value, tuple) else value
 
-    assert tuple(map(filled, found[1])) == seen[0]
+    assert tuple(map(filled, direct[1])) == seen[0]

@@ -64,12 +64,12 @@ class Recorded:
         self.erased += 1
 
 
-def begun(made: Progress) -> None:
+def begun(display: Progress) -> None:
     """Waits until the line is there: with no patience that is at once, but in a thread."""
     deadline = time.monotonic() + 10
-    while made._line is None and time.monotonic() < deadline:
+    while display._line is None and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert made._line is not None
+    assert display._line is not None
 
 
 def at_once(line: Callable[[Any], Line]) -> Progress:
@@ -78,30 +78,30 @@ def at_once(line: Callable[[Any], Line]) -> Progress:
 
 def test_states_in_order_and_erased_once() -> None:
     line = Recorded()
-    made = at_once(lambda _: line)
-    with made:
-        begun(made)
-        with made:
-            made.say("captured graph0.forward (512 ops)")
-            made.kernels(12, 31)
+    display = at_once(lambda _: line)
+    with display:
+        begun(display)
+        with display:
+            display.say("captured graph0.forward (512 ops)")
+            display.kernels(12, 31)
         assert line.erased == 0, "the outermost context erases"
     assert line.shown == ["compiling", "captured graph0.forward (512 ops)", "kernels 12/31"]
     assert line.erased == 1
-    made.say("later")
+    display.say("later")
     assert line.shown[-1] == "kernels 12/31"
 
 
 def test_it_is_erased_where_the_compilation_fails() -> None:
     line = Recorded()
-    made = at_once(lambda _: line)
-    with pytest.raises(RuntimeError, match="no"), made:
-        begun(made)
+    display = at_once(lambda _: line)
+    with pytest.raises(RuntimeError, match="no"), display:
+        begun(display)
         raise RuntimeError("no")
     assert line.erased == 1
 
 
 @pytest.mark.parametrize(
-    "made",
+    "display",
     [
         Progress(False, Terminal(), 0, lambda _: Recorded()),
         Progress(True, io.StringIO(), 0, lambda _: Recorded()),
@@ -109,11 +109,11 @@ def test_it_is_erased_where_the_compilation_fails() -> None:
     ],
     ids=["off", "a pipe", "quick"],
 )
-def test_nothing_is_shown(made: Progress) -> None:
-    with made:
-        made.say("planned 3 kernels")
+def test_nothing_is_shown(display: Progress) -> None:
+    with display:
+        display.say("planned 3 kernels")
         time.sleep(0.02)
-        assert made._line is None
+        assert display._line is None
 
 
 def test_a_closed_or_missing_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,9 @@ def test_a_closed_or_missing_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(closed, "isatty", io.StringIO.isatty.__get__(closed))
     for stream in (closed, None):
         monkeypatch.setattr(sys, "stderr", stream)
-        with Progress(patience=0, line=lambda _: Recorded()) as made:
+        with Progress(patience=0, line=lambda _: Recorded()) as display:
             time.sleep(0.01)
-            assert made._line is None
+            assert display._line is None
 
 
 def test_a_quick_compilation_leaves_no_thread() -> None:
@@ -252,22 +252,22 @@ class Patient(Progress):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Patient]:
-    found: list[Patient] = []
+def patient_lines(monkeypatch: pytest.MonkeyPatch) -> list[Patient]:
+    lines: list[Patient] = []
 
     def make(enabled: bool) -> Patient:
-        found.append(Patient(enabled))
-        return found[-1]
+        lines.append(Patient(enabled))
+        return lines[-1]
 
     monkeypatch.setattr(compiler, "Progress", make)
-    return found
+    return lines
 
 
-def test_a_compilation_says_what_it_captured_and_planned(made: list[Patient]) -> None:
+def test_a_compilation_says_what_it_captured_and_planned(patient_lines: list[Patient]) -> None:
     fast = fc.compile(lambda x: torch.softmax(x * 2, -1), backend="interpret")
     x = torch.randn(4, 4, requires_grad=True)
     fast(x).sum().backward()
-    (shown,) = made
+    (shown,) = patient_lines
     states = [re.sub(r"\(\d+ ops\)", "(n ops)", text) for text in shown.line.shown]
     assert states == [
         "compiling",
@@ -282,9 +282,9 @@ def test_a_compilation_says_what_it_captured_and_planned(made: list[Patient]) ->
     assert len(shown.line.shown) == 6, "a call that compiles nothing says nothing"
 
 
-def test_off_by_option(made: list[Patient]) -> None:
+def test_off_by_option(patient_lines: list[Patient]) -> None:
     fc.compile(torch.sin, backend="eager", progress=False)(torch.randn(3))
-    (shown,) = made
+    (shown,) = patient_lines
     assert shown.line.shown == [] and shown.line.erased == 0
     with pytest.raises(InvalidOptionError, match="progress"):
         fc.compile(torch.sin, progress="loud")

@@ -66,15 +66,15 @@ class FakePool(Pool):
         places.clear()
         arguments.clear()
         free = [place for graph in self.results[: number - 1] for place in graph if is_free(place)]
-        own = [place for place in free if place.data_ptr() in inputs]
+        overlapping = [place for place in free if place.data_ptr() in inputs]
 
         def replay() -> None:
             self.replayed += 1
             later = [place for graph in self.results[number:] for place in graph]
-            for place in (*later, *(place for place in free if place not in own)):
+            for place in (*later, *(place for place in free if place not in overlapping)):
                 place.fill_(255)  # NaN
             results = [r.untyped_storage().clone() if r is not None else None for r in again()]
-            for place in own:
+            for place in overlapping:
                 place.fill_(255)
             for kept, new in zip(memory, results, strict=True):
                 if kept is not None and new is not None:  # all of it, of any layout, without a new version
@@ -83,8 +83,8 @@ class FakePool(Pool):
         def again() -> list[Tensor | None]:
             return [r if isinstance(r, Tensor) else None for r in run(list(inputs_again))]
 
-        made = {id(place): place.nbytes() for place in memory if place is not None}
-        return replay, results, sum(made.values())
+        sizes = {id(place): place.nbytes() for place in memory if place is not None}
+        return replay, results, sum(sizes.values())
 
 
 def is_free(storage: Any) -> bool:
@@ -105,19 +105,19 @@ def recorder(
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
-    made: list[FakePool] = []
+    created: list[FakePool] = []
 
     def pool(index: int, limit: float | int) -> FakePool:
         assert index == 0
-        made.append(FakePool(index, limit))
-        return made[-1]
+        created.append(FakePool(index, limit))
+        return created[-1]
 
     monkeypatch.setattr(cuda_graphs, "Pool", pool)
     monkeypatch.setattr(cuda_graphs, "refusal", lambda *_: None)
     monkeypatch.setattr(cuda_graphs, "_device_index", lambda gm: 0)
     monkeypatch.setattr(Terms, "refusal", None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return made
+    return created
 
 
 def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -> None:
@@ -145,7 +145,7 @@ def test_results_have_the_layout_of_what_they_are_of_and_are_the_callers_own() -
 def test_arguments_of_any_layout_are_copied() -> None:
     memory = torch.randn(6, 8)
     for of in (memory.t(), memory[::2, ::2], memory[:1].expand(4, 8)):
-        replays = recorder(lambda given: [given[0] * 2], FakePool())
+        replays = recorder(lambda args: [args[0] * 2], FakePool())
         for _ in range(3):
             memory.normal_()
             assert torch.equal(replays([of])[0], of * 2)
@@ -154,8 +154,8 @@ def test_arguments_of_any_layout_are_copied() -> None:
 def test_what_lies_elsewhere_is_recorded_anew_up_to_a_number() -> None:
     pool = FakePool()
 
-    def run(given: list[Any]) -> list[Any]:
-        return [given[0] * given[1], given[0], given[0].view(2, 4).t()]
+    def run(args: list[Any]) -> list[Any]:
+        return [args[0] * args[1], args[0], args[0].view(2, 4).t()]
 
     replays = recorder(run, pool, (0,), 1, 2)
     places = [torch.randn(8) for _ in range(3)]
@@ -176,9 +176,9 @@ def test_what_is_not_aligned_is_recorded_where_its_copy_lies() -> None:
     """As a token that was cut out of a prompt."""
     pool, places = FakePool(), list[int]()
 
-    def run(given: list[Any]) -> list[Any]:
-        places.extend(value.data_ptr() % 16 for value in given)
-        return [given[0] + given[1], given[0]]
+    def run(args: list[Any]) -> list[Any]:
+        places.extend(value.data_ptr() % 16 for value in args)
+        return [args[0] + args[1], args[0]]
 
     replays = recorder(run, pool, (1,), None, 2)
     memory, weight = torch.randn(10, 4), torch.randn(9)[1:].reshape(4, 2)
@@ -199,7 +199,7 @@ def test_a_recording_for_which_memory_does_not_suffice_is_left_out_and_told(
 
     pool = FakePool()
     monkeypatch.setattr(pool, "capture", full)
-    replays = recorder(lambda given: [given[0] * 2], pool, most=4)
+    replays = recorder(lambda args: [args[0] * 2], pool, most=4)
     x = torch.randn(8)
     with pytest.warns(FusionWarning, match="without CUDA graphs.*2 GB"):
         assert torch.equal(replays([x])[0], x * 2)
@@ -208,7 +208,7 @@ def test_a_recording_for_which_memory_does_not_suffice_is_left_out_and_told(
 
 def test_numbers_tell_recordings_apart() -> None:
     pool = FakePool()
-    replays = recorder(lambda given: [given[1] * given[0]], pool, most=4)
+    replays = recorder(lambda args: [args[1] * args[0]], pool, most=4)
     for number in (2, 3, 2, 3):
         x = torch.randn(4)
         assert torch.equal(replays([number, x])[0], x * number)
@@ -316,7 +316,7 @@ class Keeps(torch.autograd.Function):
 def test_what_a_replay_saved_is_told_from_what_the_next_one_saves() -> None:
     """Also where it is no copy of an argument, which a copy into it would tell."""
     pool = FakePool()
-    replays = recorder(lambda given: [given[0] + 1, given[0].exp()], pool, shown=1)
+    replays = recorder(lambda args: [args[0] + 1, args[0].exp()], pool, shown=1)
     x = torch.randn(8)
     replays([x])
     for is_late in (False, True):
@@ -402,8 +402,8 @@ def test_all_graphs_of_a_model_share_one_pool(
 def test_what_an_earlier_graph_would_overwrite_is_not_replayed_over() -> None:
     """The second graph's results lie where the first one's temporaries may."""
     pool = FakePool()
-    first = recorder(lambda given: [given[0] + 1, given[0] * 2], pool, shown=1, most=4)
-    second = recorder(lambda given: [given[0] - 1, given[0] * 3], pool, shown=1, most=4)
+    first = recorder(lambda args: [args[0] + 1, args[0] * 2], pool, shown=1, most=4)
+    second = recorder(lambda args: [args[0] - 1, args[0] * 3], pool, shown=1, most=4)
     x = torch.randn(8)
     for replays in (first, second):
         replays([x])  # what it saves is released at once
@@ -419,8 +419,8 @@ def test_what_an_earlier_graph_would_overwrite_is_not_replayed_over() -> None:
 def test_what_is_held_in_free_memory_is_not_captured_over() -> None:
     """A graph that is first called between a forward and its backward, when both were captured before."""
     pool = FakePool()
-    forward = recorder(lambda given: [given[0] + 1, given[0] * 2], pool, shown=1, most=4)
-    between = recorder(lambda given: [given[0] - 1], pool, most=4)
+    forward = recorder(lambda args: [args[0] + 1, args[0] * 2], pool, shown=1, most=4)
+    between = recorder(lambda args: [args[0] - 1], pool, most=4)
     x = torch.randn(8)
     forward([x])
     forward.recordings[0].release()
@@ -433,24 +433,24 @@ def test_what_is_held_in_free_memory_is_not_captured_over() -> None:
 
 
 def test_graphs_keep_no_more_than_they_may() -> None:
-    told: list[tuple[str | None, int]] = []
+    reports: list[tuple[str | None, int]] = []
     pool = FakePool(limit=600)
     x = torch.randn(64)  # 256 bytes, as its copy and each result
 
     def replays(factor: int) -> Recorder:
-        calls = Calls(lambda _: (), needed=lambda: 256, report=lambda *about: told.append(about))
-        return Recorder(lambda given: [given[0] * factor], pool, calls)
+        calls = Calls(lambda _: (), needed=lambda: 256, report=lambda *about: reports.append(about))
+        return Recorder(lambda args: [args[0] * factor], pool, calls)
 
     kept = [replays(factor) for factor in (2, 3)]
     for _ in range(2):
         for factor, each in zip((2, 3), kept, strict=True):
             assert torch.equal(each([x])[0], x * factor)
-    assert pool.captures == 1 and told[0] == (None, 512)
+    assert pool.captures == 1 and reports[0] == (None, 512)
     assert (
-        told[1][0]
+        reports[1][0]
         == "it would keep 256 B between calls beside 512 B of others: graph_memory=600 allows 600 B"
     )
-    assert len(told) == 2, "it is asked once"
+    assert len(reports) == 2, "it is asked once"
 
 
 @pytest.mark.parametrize(("limit", "text"), [(0, "graph_memory=0 allows 0 B"), (0.5, "keeps")])
@@ -558,9 +558,9 @@ def test_lent_results_lie_in_the_pool_and_those_that_share_memory_are_copied(
 ) -> None:
     lending(monkeypatch)
 
-    def run(given: list[Any]) -> list[Tensor]:
-        whole = given[0] + 1
-        return [given[0] * 2, whole, whole[0], (given[0] * 3).t()]
+    def run(args: list[Any]) -> list[Tensor]:
+        sum_ = args[0] + 1
+        return [args[0] * 2, sum_, sum_[0], (args[0] * 3).t()]
 
     pool = FakePool()
     replays = recorder(run, pool, lends=True, most=8)
@@ -617,7 +617,7 @@ def test_a_replay_for_whose_results_memory_does_not_suffice_runs_as_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = FakePool()
-    replays = recorder(lambda given: [given[0] * 2], pool)
+    replays = recorder(lambda args: [args[0] * 2], pool)
     x = torch.randn(8)
     replays([x])
     empty_like = torch.empty_like

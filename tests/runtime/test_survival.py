@@ -1,5 +1,7 @@
-"""Compiled for a GPU when something goes wrong: damaged and unwritable caches, kill -9, too large a kernel,
-no memory. From the model to the launch; the GPU is `tests.fake_gpu`'s, its kernels are compiled for sm_90.
+"""Failures on the way from the model to the launch on a GPU: damaged and unwritable caches, kill -9, too
+large a kernel, no memory.
+
+The GPU is `tests.fake_gpu`'s, and its kernels are compiled for sm_90.
 """
 
 from __future__ import annotations
@@ -90,17 +92,17 @@ def test_damaged_files_are_found_out_and_replaced(caches: Path, monkeypatch: pyt
     gpu = with_gpu(FakeGpu(us=US, compiles=True), monkeypatch)
     assert_right(compiled(softmax, strict=True))
     chosen = gpu.launched[-1]
-    whole = {path: path.read_bytes() for path in files(caches)}
-    assert {".json", ".cubin", ".sha256"} <= {path.suffix for path in whole}
+    intact = {path: path.read_bytes() for path in files(caches)}
+    assert {".json", ".cubin", ".sha256"} <= {path.suffix for path in intact}
     for turn in range(2):
-        for i, (path, content) in enumerate(whole.items()):
+        for i, (path, content) in enumerate(intact.items()):
             path.write_bytes(DAMAGE[(i + turn) % len(DAMAGE)](content))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a plan in .* is damaged and is made anew", FusionWarning)
             assert_right(compiled(softmax, strict=True))
         assert gpu.launched[-1] == chosen
         # What was run is what is kept: the code is that of an undamaged compilation.
-        for path, content in whole.items():
+        for path, content in intact.items():
             assert path.suffix != ".cubin" or path.read_bytes() == content
     assert gpu.timed == 3, "a damaged record is no record"
     assert_right(compiled(softmax, strict=True))

@@ -67,9 +67,9 @@ def test_a_wrong_kernel_is_found_and_not_used(monkeypatch: pytest.MonkeyPatch) -
 def test_without_kernels_nothing_is_verified_and_a_warning_says_so(backend: str) -> None:
     x = torch.randn(5, 7)
     fast = fc.compile(function, backend=backend, verify=True)
-    with pytest.warns(FusionWarning) as told:
+    with pytest.warns(FusionWarning) as warned:
         assert torch.equal(fast(x), function(x))
-    assert sum("no kernel to compare" in str(w.message) for w in told) == 1
+    assert sum("no kernel to compare" in str(w.message) for w in warned) == 1
     assert not fast.verification.rows and "no kernel to compare" in str(fast.verification)
 
 

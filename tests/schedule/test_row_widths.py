@@ -97,18 +97,18 @@ def programs(dtype: torch.dtype) -> Iterator[tuple[str, Made]]:
     """Every form alone and with every other, of rows of every width."""
     for rows, cols in ((r, c) for r in ROW_COUNTS for c in WIDTHS):
         for names in (*((name,) for name in FORMS), *combinations(FORMS, 2)):
-            made = Made(rows, cols, dtype)
+            nest = Made(rows, cols, dtype)
             for name in names:
-                FORMS[name](made)
-            yield f"{' + '.join(names)} of {rows} x {cols}", made
+                FORMS[name](nest)
+            yield f"{' + '.join(names)} of {rows} x {cols}", nest
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
     allowed = refused = 0
-    for what, made in programs(dtype):
-        loops, printed = made.nest(), set[Placement]()
+    for what, nest in programs(dtype):
+        loops, printed = nest.nest(), set[Placement]()
         for device in EVERY_DEVICE:
             if first_refusal(Analysis(loops), device) is not None:
                 refused += 1
@@ -117,7 +117,7 @@ def test_what_is_allowed_can_be_printed(dtype: torch.dtype) -> None:
             try:
                 first = schedules_of(loops, what, device)[0]
                 if first not in printed:
-                    build(Nests((loops,), made.buffers), (first,), "kernel", what)
+                    build(Nests((loops,), nest.buffers), (first,), "kernel", what)
             except Exception as error:
                 raise AssertionError(f"{what} for {device.name} of {device.sms}") from error
             printed.add(first)

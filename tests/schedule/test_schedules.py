@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.__main__ import parse
 from benchmarks.kernels import ranking, schedules
 from benchmarks.kernels.case import Case
-from benchmarks.kernels.schedules import Clock, Found, Search, clusters_of, summarize
+from benchmarks.kernels.schedules import CapturedCluster, Clock, Search, clusters_of, summarize
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
@@ -38,21 +38,21 @@ def case_of(name: str) -> Case:
     return next(c for c in ALL_CASES if c.name == name)
 
 
-def found_of(name: str) -> list[Found]:
+def found_of(name: str) -> list[CapturedCluster]:
     """The clusters of a case in float64, for a device so small that its programs have to loop."""
-    found = clusters_of(dataclasses.replace(case_of(name), dtype=torch.float64), QUICK)
-    return [dataclasses.replace(f, device=dataclasses.replace(f.device, sms=1)) for f in found]
+    clusters = clusters_of(dataclasses.replace(case_of(name), dtype=torch.float64), QUICK)
+    return [dataclasses.replace(f, device=dataclasses.replace(f.device, sms=1)) for f in clusters]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_schedule_of_the_grid_gives_the_clusters_results(name: str) -> None:
-    for found in found_of(name):
-        reference = found.reference(*found.arguments)
-        for schedule in random.sample(found.grid, min(3, len(found.grid))):
-            program = found.program(schedule)
+    for held in found_of(name):
+        reference = held.reference(*held.arguments)
+        for schedule in random.sample(held.grid, min(3, len(held.grid))):
+            program = held.program(schedule)
             assert not isinstance(program, str), f"{schedule}: {program}"
-            runner = Runner((program,), found.reference, name=found.name, strict=True, backend="interpret")
-            torch.testing.assert_close(runner(*found.arguments), reference)
+            runner = Runner((program,), held.reference, name=held.name, strict=True, backend="interpret")
+            torch.testing.assert_close(runner(*held.arguments), reference)
 
 
 def test_the_grid_has_loops_stages_and_what_the_space_chooses() -> None:
@@ -75,19 +75,19 @@ def test_neighbours_are_one_step_away() -> None:
 class Rigged(Clock):
     """Fastest at two warps and 512 columns, the slower the further from there."""
 
-    def times(self, found: Found, programs: object) -> list[float | str]:
-        far = {s: abs(s.num_warps - 2) + abs(s.block_cols - 512) / 100 for s in found.grid}
-        steps = {found.program(s).schedule: steps for s, steps in far.items()}
+    def times(self, cluster: CapturedCluster, programs: object) -> list[float | str]:
+        far = {s: abs(s.num_warps - 2) + abs(s.block_cols - 512) / 100 for s in cluster.grid}
+        steps = {cluster.program(s).schedule: steps for s, steps in far.items()}
         return [1 + steps[p.schedule] for p in programs]  # type: ignore[attr-defined]
 
 
 def test_the_search_climbs_to_the_best_of_the_grid() -> None:
-    (found,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
-    search = Search(found, Rigged(), limit=3)
+    (cluster,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
+    search = Search(cluster, Rigged(), limit=3)
     search.run(60)
     result = search.result(1e12)
     assert search.times[min(search.times, key=search.times.__getitem__)] == min(
-        Rigged().times(found, [found.program(s) for s in found.grid])
+        Rigged().times(cluster, [cluster.program(s) for s in cluster.grid])
     )
     assert result["best"]["us"] <= result["tuned"]["us"] <= result["first"]["us"]
 
@@ -104,9 +104,9 @@ class Timed(FakeGpu):
 def test_on_a_gpu_what_cannot_be_launched_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Build] = []
     monkeypatch.setattr(schedules, "compile_builds", lambda builds, workers: compiled.extend(builds))
-    (found,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
+    (cluster,) = clusters_of(dataclasses.replace(case_of("SwiGLU"), differentiate=()), QUICK)
     gpu = Timed(refused=("8",))  # warps
-    search = Search(found, Clock(gpu), limit=4)
+    search = Search(cluster, Clock(gpu), limit=4)
     search.prepare()
     first = search.first_round()
     assert len(compiled) == len(first)
@@ -181,10 +181,10 @@ def test_a_ranking_is_held_to_what_was_timed(tmp_path: Path, capsys: pytest.Capt
         file.write_text(json.dumps({"rows": [row]}))
         return ranking.main(file, [case])
 
-    found = summary([[str(first), 11.0], [str(second), 10.4], ["another", 10.0]])
-    assert found["first choice / best, worst"] == pytest.approx(1.1)
-    assert found["first choice within 5% of the best"] == 0
-    assert found["best of the first 4 within 5% of the best"] == 1
+    figures = summary([[str(first), 11.0], [str(second), 10.4], ["another", 10.0]])
+    assert figures["first choice / best, worst"] == pytest.approx(1.1)
+    assert figures["first choice within 5% of the best"] == 0
+    assert figures["best of the first 4 within 5% of the best"] == 1
     assert str(first) in capsys.readouterr().out
     assert summary([[str(second), 10.0]]) == {}
     assert "not timed" in capsys.readouterr().out

@@ -101,14 +101,14 @@ def nests(kind: Callable[[Nest, Value], None]) -> Iterator[Nest]:
 def buffers_of(n: Nest) -> dict[str, Buffer]:
     """The tensors of a nest: those of whole rows are 16 bits wide."""
     sizes = {name: (size, group) for name, (size, group) in n.axes.items()}
-    found: dict[str, Buffer] = {}
+    buffers: dict[str, Buffer] = {}
     for name, info in n.buffers.items():
         dtype = torch.bfloat16 if info.itemsize == 2 else torch.float32
         shape = {"w": ("c",), "dw": ("c",), "cols": ("c",), "rows": ("r",), "all": ()}.get(name, ("r", "c"))
         dims = tuple(sizes[axis][0] for axis in shape)
         strides = (dims[1], 1) if len(dims) == 2 else (1,) * len(dims)
-        found[name] = Buffer(name, dims, strides, dtype)
-    return found
+        buffers[name] = Buffer(name, dims, strides, dtype)
+    return buffers
 
 
 @pytest.mark.sample(24)
@@ -121,14 +121,14 @@ def test_what_is_accepted_has_schedules_that_print(
     for n in nests(kind):
         loops = n.nest()
         refused = first_refusal(Analysis(loops), device)
-        found = schedules(loops, device)
-        assert (refused is None) == bool(found), (kind.__name__, n.axes, refused)
+        placements = schedules(loops, device)
+        assert (refused is None) == bool(placements), (kind.__name__, n.axes, refused)
         if refused is not None:
             continue
         accepted += 1
         empty = any(size == 0 for size, _ in n.axes.values())
         assert (cost_of(loops, device, n.buffers).us > 0) is not empty
-        assert all(s.num_warps * device.warp_size <= 1024 for s in found)
-        for schedule in {found[0], found[min(3, len(found) - 1)]}:
+        assert all(s.num_warps * device.warp_size <= 1024 for s in placements)
+        for schedule in {placements[0], placements[min(3, len(placements) - 1)]}:
             assert build(Nests((loops,), buffers_of(n)), (schedule,), "kernel", "").kernels
     assert accepted > len(HEIGHTS)

@@ -16,14 +16,14 @@ import fusion_compiler as fc
 ELEMENTS = 1 << 26
 
 
-def predicted(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], known: bool) -> float:
+def predicted(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], static: bool) -> float:
     """Microseconds of a function's kernel, planned with the sizes as numbers or as symbols."""
-    fast = fc.compile(function, dynamic=not known, backend="eager", device="h200")
+    fast = fc.compile(function, dynamic=not static, backend="eager", device="h200")
     with FakeTensorMode(allow_non_fake_inputs=True):
         fast(torch.zeros(shape, dtype=torch.bfloat16))
     (plan,) = fast.report().plans
     (cluster,) = plan.clusters
-    assert all(isinstance(axis.size, int) for axis in cluster.loops.axes) == known
+    assert all(isinstance(axis.size, int) for axis in cluster.loops.axes) == static
     return cluster.cost.us
 
 
@@ -34,8 +34,8 @@ TIMES = {2: 8, 4: 4, 9: 1.5, 49: 1.5, 200: 1.5, 1000: 1.5, 4096: 1.5, 100_000: 1
 @pytest.mark.parametrize("width", TIMES)
 def test_an_unknown_width_costs_little_more_than_a_known_one(width: int) -> None:
     shape = ELEMENTS // width, width
-    known, unknown = (predicted(lambda x: x.sum(-1), shape, known) for known in (True, False))
-    assert unknown <= TIMES[width] * known
+    static, unknown = (predicted(lambda x: x.sum(-1), shape, static) for static in (True, False))
+    assert unknown <= TIMES[width] * static
 
 
 SUMS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
@@ -53,8 +53,8 @@ SUMS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
 def test_an_unknown_number_of_terms_is_shared_by_many_programs(name: str) -> None:
     """A program that added up all of them would take a hundred times as long."""
     function, shape = SUMS[name]
-    known, unknown = (predicted(function, shape, known) for known in (True, False))
-    assert unknown <= 1.5 * known
+    static, unknown = (predicted(function, shape, static) for static in (True, False))
+    assert unknown <= 1.5 * static
 
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

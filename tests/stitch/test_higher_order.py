@@ -162,9 +162,9 @@ def test_a_call_becomes_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert inputs == [a, b]
     (inner,) = gm.graph.find_nodes(op="call_function", target=HIGHER.flex_attention)
     assert inner.args[1][1] == 7 and inner.args[1][0][0].op == "get_attr"
-    for graph, known in ((module.score.graph, False), (gm.score.graph, True)):
+    for graph, is_lowered in ((module.score.graph, False), (gm.score.graph, True)):
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        assert calls and all(n.target in lowerings for n in calls) == known
+        assert calls and all(n.target in lowerings for n in calls) == is_lowered
     results = gm.graph.output_node().args[0]
     assert [r and (r.target, r.args[1]) for r in results] == [
         (operator.getitem, 0), (operator.getitem, 0), None, (operator.getitem, 2),

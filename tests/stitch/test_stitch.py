@@ -169,8 +169,8 @@ def test_an_operator_whose_description_is_wrong(wrong: bool) -> None:
     """Kernels and views go by the strides that it is said to have; only what differs is copied."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        made = turned(x) if wrong else torch.cumsum(x, 0)
-        return made[1:].sigmoid() + made[0]
+        scanned = turned(x) if wrong else torch.cumsum(x, 0)
+        return scanned[1:].sigmoid() + scanned[0]
 
     x = torch.randn(5, 5)
     fast = fc.compile(function, backend="interpret")
@@ -315,6 +315,6 @@ def test_what_a_call_shows_is_read_before_it_is_written_over(shown: str) -> None
         return quotient.clamp(-2, 3), wide
 
     x = torch.randint(-6, 7, (5, 5)).to(torch.uint8 if shown == "view" else torch.int8)
-    own, theirs = x.clone(), x.clone()
-    got, truth = fc.compile(f, backend="interpret")(own), f(theirs)
-    assert all(map(torch.equal, got, truth)) and torch.equal(own, theirs)
+    mine, theirs = x.clone(), x.clone()
+    got, truth = fc.compile(f, backend="interpret")(mine), f(theirs)
+    assert all(map(torch.equal, got, truth)) and torch.equal(mine, theirs)

@@ -72,8 +72,8 @@ def key(name: str) -> Key:
 
 def records(store: Store) -> dict[str, object]:
     """The values on disk, by the digests of their keys."""
-    whole = (record for file in store.files(TUNING) if (record := read_record(file)) is not None)
-    return {record["key"]: record["value"] for record in whole}
+    intact = (record for file in store.files(TUNING) if (record := read_record(file)) is not None)
+    return {record["key"]: record["value"] for record in intact}
 
 
 def size(store: Store) -> int:
@@ -236,14 +236,14 @@ def test_damage_at_any_byte_is_absence(tmp_path: Path) -> None:
     value = {"candidate": 3, "us": 12.5, "name": "layer_norm"}
     store.put(key("key"), value)
     file = record_file(tmp_path)
-    whole = file.read_bytes()
+    content = file.read_bytes()
     rng = random.Random(time.time_ns())
-    for position in range(len(whole)):
-        damaged = bytearray(whole)
+    for position in range(len(content)):
+        damaged = bytearray(content)
         damaged[position] ^= 1 << rng.randrange(8)
         file.write_bytes(damaged)
         assert store.get(key("key")) in (None, value), (position, bytes(damaged))
-        file.write_bytes(whole[:position])
+        file.write_bytes(content[:position])
         assert store.get(key("key")) is None
     store.put(key("key"), 1)
     assert Store(tmp_path).get(key("key")) == 1

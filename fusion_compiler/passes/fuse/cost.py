@@ -28,7 +28,7 @@ from fusion_compiler.schedule.work import BufferInfo
 # As GEMM_SHARE, for attention: eight causal layers of 4 x 2048 x 32 x 64, measured 1.6 ms.
 ATTENTION_SHARE = 0.35
 # Products of few rows, each of which reads its matrix, reach this share of bandwidth: a token of a Llama-1B
-# shape takes 81 of them, 1.06 ms for what .58 ms would stream; a chain of long ones reaches 0.68.
+# shape takes 81 of them, 1.06 ms for the 0.58 ms of streaming them; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
 # Such a launch takes at least so long: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to
 # 5.2 us on an H200.

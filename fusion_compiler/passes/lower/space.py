@@ -22,7 +22,7 @@ Coords = tuple[Index, ...]
 
 
 class Illegal(Exception):
-    """Raised if the ops do not share one iteration space. rule: the violated law. reason: the details."""
+    """The ops do not share one iteration space. rule: the violated law. reason: the details."""
 
     def __init__(self, rule: str, reason: str) -> None:
         super().__init__(reason)
