@@ -106,8 +106,8 @@ class ArgumentMismatchError(FusionError, TypeError):
 class NotExportableError(FusionError, RuntimeError):
     """torch.export cannot take a model as one graph. Fields: model, detail."""
 
-    template = "{model} cannot be exported as one graph, which is what is cut: {detail}"
-    next_step = "change what torch.export refuses, or cut the model by hand, with PipelineStage of PyTorch"
+    template = "torch.export cannot export {model} as one graph: {detail}"
+    next_step = "change the code that torch.export refuses, or use PyTorch's PipelineStage by hand"
 
 
 class MachinesError(FusionError, ValueError):
@@ -120,8 +120,8 @@ class MachinesError(FusionError, ValueError):
 class OtherGraphError(FusionError, ValueError):
     """A plan is used for a graph that it was not made from. Fields: node."""
 
-    template = "the plan cuts another graph: {node} differs or is missing"
-    next_step = "export the same model with arguments of the same shapes, or call fc.partition anew"
+    template = "the plan belongs to another graph: {node} differs or is missing"
+    next_step = "export the same model with arguments of the same shapes, or call fc.partition again"
 
 
 class UnknownOptionError(FusionError, TypeError):
@@ -141,7 +141,7 @@ class InvalidOptionError(FusionError, ValueError):
 class ContradictoryOptionsError(FusionError, ValueError):
     """An option differs from the mode's. Fields: mode, option, means (the mode's value), given."""
 
-    template = "mode={mode!r} means {option}={means!r}, but {option}={given!r} is given as well"
+    template = "mode={mode!r} sets {option}={means!r}, but {option}={given!r} is passed as well"
     next_step = "leave out {option}, or the mode; docstring and README say what each mode means"
 
 
@@ -157,8 +157,8 @@ class PredicateError(InvalidPatternError):
 
     template = "the where= of pattern {pattern} raises {detail}"
     next_step = (
-        "it takes one value per argument of the pattern: of a tensor shape, stride, dtype, device, origin "
-        "and requires_grad, of a number the number; answer True or False"
+        "accept one value per argument of the pattern (for a tensor an object with shape, stride, dtype, "
+        "device, origin and requires_grad; for a number the number), and return True or False"
     )
 
 
@@ -166,11 +166,11 @@ class RewriteNotEqualError(FusionError, ValueError):
     """A rewrite's two sides differ. Fields: pattern, what (output or gradient), counterexample, error."""
 
     template = (
-        "the rewrite of pattern {pattern} is not equal to what it replaces: {what} differs by {error}\n"
+        "the replacement of pattern {pattern} does not equal the pattern: {what} differs by {error}\n"
         "  counterexample: {counterexample}"
     )
     next_step = (
-        "correct the replacement, or narrow the pattern; where the model never has such numbers, say so with "
+        "correct the replacement, or narrow the pattern; if the model never has such numbers, pass "
         "domain='finite' or domain=(low, high)"
     )
 
@@ -186,7 +186,7 @@ class UnknownOpError(FusionError, LookupError):
     """A name is in no plan. Fields: name, suggestion (from `closest`)."""
 
     template = "no op, cluster, module or source line is called {name!r}{suggestion}"
-    next_step = "give an op or a cluster as the report prints it, a module, or a place such as model.py:12"
+    next_step = "name an op or a cluster as the report prints it, a module, or a place such as model.py:12"
 
 
 class MissingPackageError(FusionError, ImportError):
@@ -199,15 +199,15 @@ class MissingPackageError(FusionError, ImportError):
 class UnsupportedDeviceError(FusionError, ValueError):
     """A device has no kernels. Fields: device, known."""
 
-    template = "no kernels can be made for device {device!r}"
+    template = "device {device!r} has no kernels"
     next_step = "use CUDA, ROCm or CPU tensors, or plan for one of {known}"
 
 
 class UnsupportedDtypeError(FusionError, TypeError):
     """A dtype has no kernels. Fields: op, dtype."""
 
-    template = "no kernel can hold {dtype} (op {op})"
-    next_step = "cast to a real floating, integer or bool dtype; strict=False runs this part eager"
+    template = "no kernel supports {dtype} (op {op})"
+    next_step = "cast to a real floating-point, integer or bool dtype; strict=False runs this part eager"
 
 
 class GraphBreakError(FusionError, RuntimeError):
@@ -222,8 +222,8 @@ class EagerOperatorError(FusionError, RuntimeError):
 
     template = "{op} would run eager: {reason}{others}"
     next_step = (
-        "use another operator, or give one call of a kernel of your own with fc.user_kernel "
-        "(docs/patterns.md); strict=False runs it eager, and the plan lists it"
+        "use another operator, or supply a kernel with fc.user_kernel (docs/patterns.md); "
+        "strict=False runs the operator eager, and the plan lists it"
     )
 
 
@@ -237,7 +237,7 @@ class EagerDeviceError(FusionError, RuntimeError):
 class EagerMethodError(FusionError, RuntimeError):
     """A method of a compiled module trains it without a compiled graph. Fields: model, method."""
 
-    template = "{model}.{method}() is not compiled, only {model}.forward() is, and that has not been called"
+    template = "{model}.{method}() is not compiled: only {model}.forward() is, which was never called"
     next_step = (
         "call the module that compile() returned, or compile this method: "
         "model.{method} = compile(model.{method})"
@@ -248,7 +248,7 @@ class OmittedFieldError(FusionError, ValueError):
     """A module's result does not have the fields that are to be left out. Fields: omit, reason."""
 
     template = "omit={omit!r} leaves nothing out: {reason}"
-    next_step = "name fields of a result that has a loss: return_dict=True, or a dict or dataclass"
+    next_step = "name fields of a dict or a dataclass that also has a loss (return_dict=True returns one)"
 
 
 class MissingTritonError(FusionError, ImportError):
@@ -268,14 +268,14 @@ class CacheError(FusionError, OSError):
 class ReportSchemaError(FusionError, ValueError):
     """A report has another version's schema. Fields: got, known."""
 
-    template = "the report is of schema {got}, and the page shows schema {known}"
-    next_step = "make the report again with fc.explain(...), or open it with the version that made it"
+    template = "the report has schema {got}, but this page shows schema {known}"
+    next_step = "create the report again with fc.explain(...), or open it with the version that created it"
 
 
 class DoubleBackwardError(FusionError, RuntimeError):
     """Compiled code returned gradients to the caller, who then differentiated them."""
 
-    template = "gradients that compiled code computed cannot be differentiated once more"
+    template = "gradients that compiled code computed cannot be differentiated again"
     next_step = (
         "take the inner gradient inside the function that is compiled, by torch.func.grad(f)(x) or "
         "torch.autograd.grad(y, x, create_graph=True), and compile that function instead of the model in it"
@@ -289,7 +289,7 @@ class LostRecordError(FusionError, RuntimeError):
         "the dropout masks of {layer} were lost between forward and backward: its saved tensors were replaced"
     )
     next_step = (
-        "leave out torch.autograd.graph.save_on_cpu or saved_tensors_hooks around the model, or its dropout="
+        "run the model without torch.autograd.graph.save_on_cpu and saved_tensors_hooks, or with dropout=0"
     )
 
 
@@ -297,14 +297,14 @@ class StageLostError(FusionError, RuntimeError):
     """A process of a pipeline has ended or hangs. Fields: stage (its name), reason."""
 
     template = "the pipeline has lost {stage}: {reason}"
-    next_step = "start all processes again; runner.resume(folder) goes on from the last checkpoint"
+    next_step = "start all processes again; runner.resume(folder) continues from the last checkpoint"
 
 
 class StageMissingError(FusionError, RuntimeError):
     """A process of a pipeline does not come to the start. Fields: rank, seconds."""
 
-    template = "process {rank} of the pipeline has not come within {seconds} s"
-    next_step = "look at that process's own error, or give the pipeline a longer start_s="
+    template = "process {rank} of the pipeline did not start within {seconds} s"
+    next_step = "read the error of that process, or pass a longer start_s="
 
 
 class StagesDisagreeError(FusionError, ValueError):
@@ -318,7 +318,7 @@ class PipelineArgumentError(FusionError, ValueError):
     """The arguments of a pipeline do not fit its plan or its processes. Fields: detail."""
 
     template = "the pipeline cannot run: {detail}"
-    next_step = "examples/machines.py is a script that runs"
+    next_step = "compare the call with examples/machines.py, a script that runs"
 
 
 class KernelError(FusionError, RuntimeError):
@@ -335,14 +335,14 @@ class IndexRangeError(FusionError, IndexError, RuntimeError):
     """
 
     template = "{what}: index {value} is not in [{low}, {high})"
-    next_step = "look at the tensor of indices: eager raises as well"
+    next_step = "correct the tensor of indices; eager execution raises as well"
 
 
 class UserKernelError(KernelError):
     """A user's kernel computes something other than its pattern. Fields: kernel, detail."""
 
     template = "the user's kernel {kernel} does not compute what its pattern does: {detail}"
-    next_step = "correct run= or backward= of the pattern, or keep the pattern off such arguments with where="
+    next_step = "correct run= or backward= of the pattern, or exclude such arguments with where="
 
 
 class HardwareExceededError(KernelError):
@@ -391,7 +391,7 @@ class LostBackwardError(EagerGraphError):
 class NotCompiledError(FusionError, TypeError):
     """An object is not the result of compile(). Fields: got (a type's name)."""
 
-    template = "profile() takes what compile() returned, not {got}"
+    template = "profile() takes the result of compile(), not {got}"
     next_step = "fast = fusion_compiler.compile(model), then profile(fast, *args)"
 
 
@@ -399,14 +399,14 @@ class NothingToProfileError(FusionError, RuntimeError):
     """No compiled graph ran in a step. Fields: model."""
 
     template = "no compiled graph of {model} ran in the step that was profiled"
-    next_step = "print(compiled.plan) says why nothing of it is captured"
+    next_step = "print(compiled.plan) says why no graph was captured"
 
 
 class ReplayedGraphError(FusionError, RuntimeError):
     """A CUDA graph launches kernels together. Fields: launch (the call that started it)."""
 
     template = "the step runs as a CUDA graph ({launch}): its kernels cannot be told apart"
-    next_step = "profile what compile() returns without cudagraphs=True, outside of a CUDA graph of your own"
+    next_step = "compile the model without cudagraphs=True, and profile it outside of CUDA graphs of your own"
 
 
 class NotAnOptimizerError(FusionError, TypeError):
@@ -427,12 +427,12 @@ class PartialStepError(FusionError, RuntimeError):
     """A backward pass that updates parameters ended in an error. Fields: updated, waiting (names)."""
 
     template = (
-        "a backward pass ended in an error: these parameters have its update: {updated}\n"
-        "  and these have not: {waiting}"
+        "a backward pass ended in an error after it had updated some parameters: {updated}\n"
+        "  it has not updated these: {waiting}"
     )
     next_step = (
-        "load the last checkpoint, or go on from here with zero_grad(): what was updated stays, and the next "
-        "backward pass begins a new step"
+        "load the last checkpoint, or call zero_grad() and continue: the updates stay, and the next backward "
+        "pass begins a new step"
     )
 
 

@@ -402,7 +402,7 @@ def text_of_patterns(patterns: Sequence[Pattern]) -> list[Any]:
             continue
         texts.append(pattern.stable_text())
         if texts[-1] != _first_text(pattern):
-            raise NotWritable(f"what pattern {pattern.name} reads has changed since it was first compiled")
+            raise NotWritable(f"pattern {pattern.name} reads a value that has changed since the first call")
     return texts
 
 

@@ -141,7 +141,7 @@ def complex_numbers(x: Tensor) -> Tensor:
 def test_complex_numbers_stay_eager_with_one_warning() -> None:
     x = torch.randn(5, dtype=torch.complex64)
     with pytest.warns(
-        FusionWarning, match=r"(?s)no kernel can hold torch.complex64.*test_bad_input"
+        FusionWarning, match=r"(?s)no kernel supports torch.complex64.*test_bad_input"
     ) as caught:
         fast = fc.compile(complex_numbers, backend="interpret")
         torch.testing.assert_close(fast(x), complex_numbers(x))

@@ -106,7 +106,7 @@ def test_a_scale_is_folded_where_it_pays(capsys: pytest.CaptureFixture[str]) -> 
     assert "16 rows: scaled_linear: never matched: where= said no to 1 match" in out
     errors = [float(line.split()[-1]) for line in out.splitlines() if "relative error" in line]
     assert len(errors) == 2 and all(0 < e < 1e-6 for e in errors)
-    assert "is not equal to what it replaces" in out and "counterexample: x = [[[" in out
+    assert "does not equal the pattern" in out and "counterexample: x = [[[" in out
 
 
 def test_attention_becomes_flex_attention(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,7 +224,8 @@ def _whole_folder(cls: type[Any], key: str) -> str:
     with _checking:
         for file in folder.iterdir():
             if not file.name.startswith(".") and not _is_whole(file):
-                warnings.warn(f"{file} is damaged and is made anew", FusionWarning, stacklevel=2)
+                text = f"{file} is damaged: it is removed, and its graph is compiled again"
+                warnings.warn(text, FusionWarning, stacklevel=2)
                 with contextlib.suppress(OSError):
                     file.unlink()
     return str(folder)

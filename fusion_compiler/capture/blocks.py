@@ -90,7 +90,7 @@ class _Once:
         self._place = {node.name: i for i, node in enumerate(repeat.blocks[0])}
         self._tracer: Any = None
         self._about: object = None  # the arguments of the block that is copied
-        self.results: list[tuple[Any, bool]] = []  # of it, and whether they have gradients
+        self.results: list[tuple[Any, bool]] = []  # of that block, and whether they have gradients
         self._forward: _Trace | None = None
         self._second: _Trace | None = None  # of the last block but one
         self._backward: _Trace | None = None

@@ -18,10 +18,11 @@ def fake_of(tensor: Tensor, mode: FakeTensorMode, context: TracingContext) -> Fa
 
 
 class FakesOnly(FakeTensorMode):
-    """In this FakeTensorMode no tensor with data is read or written, but for literals of the code.
+    """A FakeTensorMode that neither reads nor writes tensors with data, except for literals of the code.
 
-    FakeTensorMode computes in earnest where an operator takes numbers for tensors and none of its tensors is
-    fake, which is how it keeps literals' values: `x.add_(1)` of a tensor that a function holds would add.
+    FakeTensorMode itself runs an operator on real data if no tensor argument is fake, which is how it keeps
+    the values of literals. The model's `x.add_(1)` on a tensor that a function holds would then change that
+    tensor.
     """
 
     def __init__(self) -> None:

@@ -247,7 +247,7 @@ def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
 def refuse_strides(node: fx.Node) -> None:
     """Raise Refused if other strides of an operand would be seen."""
     if node.op == "output":
-        raise Refused("its strides show in a result of the graph")
+        raise Refused("a result of the graph shows its strides")
     is_known = isinstance(node.target, OpOverload) or node.target is operator.getitem
     if reads_strides(node.target) or not is_known:
         raise Refused(f"{node.target} depends on strides")

@@ -257,9 +257,9 @@ class _Compiling:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
-            if torch.compiler.is_dynamo_compiling():  # another compilation looks through this one
+            if torch.compiler.is_dynamo_compiling():  # another compilation traces through this call
                 return run(*args, **kwargs)
-            if failures and failures >= torch._dynamo.config.recompile_limit:  # to read it takes 1 us
+            if failures and failures >= torch._dynamo.config.recompile_limit:  # reading the limit takes 1 us
                 return function(*args, **kwargs)
             rarely = None if plans.called else rare_collections()
             if rarely is not None:  # it compiles

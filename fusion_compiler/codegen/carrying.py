@@ -268,7 +268,8 @@ class CarryingEmitter(ChainEmitter):
     # -- rescaling -----------------------------------------------------------------------------------------
 
     def before(self, number: int, total: Expression) -> Expression:
-        """Return what was added up before the open block, as it is with the maxima of now."""
+        """Return the sum up to the open block, rescaled from the maxima before that block to the current
+        ones."""
         of = self.carried.get(number)
         powers = () if of is None else of.powers
         steps = [self.step(power) for power in powers if not self.waits[power].isdisjoint(self.running)]

@@ -35,10 +35,10 @@ def emit(
     limit: int = 4,
     constants: frozenset[str] | None = None,
 ) -> tuple[Program, ...]:
-    """Return up to `limit` programs of one cluster, best guess first. Raises LookupError without a schedule.
+    """Return up to `limit` programs of one cluster, the best first. Raise LookupError without a schedule.
 
-    If all of them read whole words in which an input ends (`Program.word`), one more program is added for
-    inputs that are not aligned.
+    If all of them move an input in whole words (`Program.word`), one more program is added for inputs that
+    are not aligned.
     constants: see `assemble.build`. A kernel that loads constants early gets additional programs, because
         their benefit shows only among other kernels.
     """

@@ -114,7 +114,7 @@ def stored_late(body: list[Statement], aliases: Mapping[Name, Name]) -> None:
             defined = {name for i in range(last + 1) if i not in store_positions for name in writes(block[i])}
             assignments = Counter(name for i in range(last + 1) for name in _assigned(block[i]))
             if any(assignments[name] > 1 for s in stores for name in reads(s) & defined):
-                raise ValueError(f"what is stored in {result} does not last until {source} is loaded")
+                raise ValueError(f"{result} is overwritten before {source} is loaded")
             others = [s for i, s in enumerate(block[: last + 1]) if i not in store_positions]
             block[: last + 1] = [*others, *stores]
 

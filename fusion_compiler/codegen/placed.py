@@ -750,7 +750,7 @@ class Emitter:
         tiles = {n: self.tile(n) for n in numbers}
         literals = [n for n in numbers if isinstance(tiles[n].value, Literal)]
         if len(literals) == len(numbers) or (len(literals) > 1 and not is_applied(node, WHERE)):
-            for n in literals:  # two numbers have no type in Triton's functions
+            for n in literals:  # Triton's functions cannot infer a dtype from two numbers
                 tiles[n] = Tile(self.let("constant", self.typed(n).value))
         dtypes = {n: self.loops.nodes[n].dtype for n in numbers}
         divisor = operand_of(node, "other") if is_applied(node, DIV) else None

@@ -39,7 +39,7 @@ def module(functions: Sequence[Function]) -> str:
     """Return the text of a kernel's module. Raises ValueError if names break a rule."""
     function_names = [function.name for function in functions]
     if len(set(function_names)) < len(function_names) or not GLOBAL.isdisjoint(function_names):
-        raise ValueError(f"the functions are called {', '.join(function_names)}, as others are")
+        raise ValueError(f"function names are equal or reserved: {', '.join(function_names)}")
     return HEADER + "\n\n".join(_Printer(function).printed() for function in functions)
 
 
@@ -106,7 +106,7 @@ class _Printer:
     def assigned(self, variable: Variable) -> Variable:
         """Return a variable, or raise ValueError if it may not be assigned."""
         if variable in self.function.parameters or self.name(variable) in TAKEN:
-            raise ValueError(f"{self.function.name} assigns to {variable}, which is no variable")
+            raise ValueError(f"{self.function.name} assigns to {variable}, which is not a variable")
         return variable
 
     def line(self, statement: Statement) -> str:

@@ -293,7 +293,7 @@ class Compiler:
         if target.backend != "eager":
             table = self.plans.verification
             return {c.name: verifier(c, plan.dag, runners[c.name], table, self.warned) for c in plan.clusters}
-        if not any(isinstance(p, UserKernel) for p in self.patterns):  # the user's kernels are compared
+        if not any(isinstance(p, UserKernel) for p in self.patterns):  # with one, a kernel is compared
             nothing = f"the clusters run as ATen ops on {target.kind}"
             nothing += ": there is no kernel to compare them with"
             todo = "run the kernels: on a GPU, or here with backend='interpret'"
@@ -324,7 +324,7 @@ class Compiler:
         self.plans.leave(name, reason)
 
     def report_left(self, plan: FusionPlan) -> None:
-        """Warn of dtypes that no kernel can hold; if strict, raise if an op has no kernel and no library."""
+        """Warn of dtypes that no kernel supports; if strict, raise if an op has no kernel and no library."""
         wanting = [left for left in plan.leftovers if left.rule == EAGER_OP]
         for left in wanting:
             complex_ones = [m.dtype for m in plan.dag.op(left.subject).outputs if m.dtype.is_complex]

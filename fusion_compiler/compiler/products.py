@@ -174,7 +174,7 @@ class _Trial:
         node = self.nodes[name]
         if not is_view(self.dag.op(name)):
             if not isinstance(node.meta["val"], torch.Tensor):
-                raise ValueError(f"{name} is no tensor")
+                raise ValueError(f"{name} is not a tensor")
             self.operands[name] = random_like(node.meta["val"])
             return self.operands[name]
         is_operand = self.root(name) not in results

@@ -85,7 +85,7 @@ class Replays:
             self.warned.warn(
                 f"cudagraphs {decision.reason}",
                 f"{info.name} is not recorded as a CUDA graph: {decision.reason}\n"
-                "  what to do: change that, or leave it where host time does not count",
+                "  what to do: remove that cause, or leave out cudagraphs=True",
             )
         return run, decision
 

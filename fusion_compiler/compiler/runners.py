@@ -45,7 +45,7 @@ class Target:
 
 
 class Runners:
-    """The object holds the runners of clusters, by canonical form and backend, for the graphs of a model."""
+    """The runners of a model's clusters, by canonical form and backend."""
 
     def __init__(
         self, options: Options, store: Store, stages: Stages, debug: Debug, warned: WarnOnce

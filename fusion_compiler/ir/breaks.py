@@ -111,5 +111,6 @@ def _place(frames: Iterable[FrameSummary]) -> Source | None:
 
 
 def _function(name: str | None, reason: str | None) -> str:
-    """Return the name of the function that was given up; "" if earlier graphs of it are still used."""
+    """Return the name of the function that TorchDynamo gave up; "" if earlier graphs of the function are
+    still used."""
     return "" if not name or _RECOMPILED in (reason or "") else name

@@ -219,8 +219,8 @@ def spec_of_properties(properties: Any) -> DeviceSpec:
             return replace(spec, sms=sms, l2_bandwidth=spec.l2_bandwidth * sms / spec.sms)
     spec = _from_driver(properties, name, sms)
     warnings.warn(
-        f"no hardware numbers for {properties.name!r}: fusion decisions use estimates made from "
-        f"its driver's properties and the {spec.target} family. Add a row to DEVICES in "
+        f"no hardware numbers for {properties.name!r}: fusion decisions use estimates from the "
+        f"driver's properties and the {spec.target} family. Add a row to DEVICES in "
         "fusion_compiler/ir/device.py to plan for it exactly.",
         FusionWarning,
         stacklevel=3,

@@ -125,7 +125,7 @@ class _Reader:
             item = getattr(torch, inner)
             if isinstance(item, torch.dtype):
                 return item
-        raise ValueError(f"{kind} {inner} is nothing that is written")
+        raise ValueError(f"{kind} {inner} cannot be written")
 
 
 def write_decisions(plan: FusionPlan, programs: Mapping[str, tuple[kernel.Program, ...]]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class Ticket:
 class Lane:
     """A thread that makes calls one after the other: the messages of one process to or from another.
 
-    With a `link`, a call that sends n bytes begins when they would have crossed that link. Calls queue up as
-    messages do on a link; its latency delays each, and they overlap in it.
+    With a `link`, a call that sends n bytes begins after the time that n bytes take to cross it. Calls queue
+    up as messages do on a link. Its latency delays each of them; the latencies of several calls overlap.
     """
 
     def __init__(self, check: Callable[[], None], link: Link | None = None) -> None:

@@ -265,7 +265,7 @@ def lift(value: Operand) -> Expression:
         case slice():
             return Slice()
         case _:
-            raise TypeError(f"{value!r} is no expression")
+            raise TypeError(f"{value!r} is not an expression")
 
 
 def _size(size: sympy.Basic) -> Expression:

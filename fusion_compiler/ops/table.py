@@ -56,7 +56,7 @@ class Kind(StrEnum):
     """Operators have the classes of Ivanov et al. (2021), with scan, layout, random and opaque beside
     them."""
 
-    CONTRACTION = "contraction"  # matrix products, convolution, attention: a library call, but of few rows
+    CONTRACTION = "contraction"  # matrix products, convolution, attention; library calls unless rows are few
     NORMALIZATION = "normalization"  # a reduction whose result is broadcast back
     REDUCTION = "reduction"
     WINDOWS = "windows"  # a reduction of windows of an image, which may overlap: pooling
@@ -526,7 +526,7 @@ _GATHERS = tuple(
     for target, operand in GATHERS.items()
 )
 
-# The price of a lookup is that of its bytes; a sum of rows is not to be made twice.
+# A lookup costs its bytes alone. The flops of a sum of rows keep it from being recomputed.
 _SUMS_OF_ROWS = tuple(
     OpSpec(target, Kind.ELEMENTWISE, flops=16, discontinuous=combine != "sum", form=Form.SEGMENTS)
     for target, combine in sum_rows.COMBINES.items()
@@ -600,8 +600,8 @@ OPS: tuple[OpSpec, ...] = (
 )
 
 BY_TARGET: Mapping[OpOverload, OpSpec] = {spec.target: spec for spec in OPS}
-# Libraries' calls that put the numbers of rows in order (`ops/decompositions/rows_by_number.py`). A sort that
-# is not asked to be stable needs a kernel.
+# Sorts of row numbers (`ops/decompositions/rows_by_number.py`) stay library calls. An unstable sort is not
+# one of them: the plan reports it as an operator without a kernel.
 SORTS = (aten.sort.stable, aten.searchsorted.Tensor)
 
 

@@ -159,7 +159,7 @@ VIEWS: Mapping[OpOverload, Reader] = {
 SPLITS: Mapping[OpOverload, Reader] = {
     aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes, aten.unbind.int: _unbind,
 }  # fmt: skip
-# The views that are seen above autograd alone, since tracing takes them apart.
+# Views that only graphs above autograd have, since tracing decomposes them.
 COMPOSITES: Mapping[OpOverload, Reader] = {
     aten.flatten.using_ints: _reshaped,
     aten.unflatten.int: _reshaped,

@@ -323,7 +323,7 @@ class FusedOptimizer:
         """
         rows = batch.rows(self.optimizer.state, [grads[at] for at in batch.at])
         if rows is None:
-            raise Refused("it has changed since it was looked at")
+            raise Refused("it has changed since the step began")
         values, multi = batch.values(), batch.multi
         self._kernels.backend_for(batch.kind.device)
         factor = None if self._clipping is None else self._clipping.factor
@@ -374,7 +374,7 @@ class FusedOptimizer:
             return
         self.unfused[name] = reason
         failure = OptimizerStepError(
-            optimizer=kind, detail=f"{name}: {reason}", todo="leave it, or change that"
+            optimizer=kind, detail=f"{name}: {reason}", todo="remove that cause, or keep the class's own step"
         )
         if self.strict:
             raise failure from error

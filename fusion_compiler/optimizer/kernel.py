@@ -152,7 +152,7 @@ def _loops(dag: OpDag) -> LoopNest:
     along = Index(0, ((0, 1),))
     indices = [n.index for n in loops.nodes if isinstance(n, Load)] + [s.index for s in loops.stores]
     if len(loops.axes) != 1 or any(i not in (along, Index(0, ())) for i in indices):
-        raise Refused("its elements are not updated each from itself")
+        raise Refused("an element's update depends on other elements")
     return replace(loops, axes=(replace(loops.axes[0], name="col", size=BLOCK, group=COLS),))
 
 

@@ -28,7 +28,7 @@ class BackgroundBuilds:
             self._thread.start()
 
     def _compile(self, builds: Sequence[Build]) -> None:
-        with contextlib.suppress(Exception):  # whoever loads a kernel meets what is wrong, and says so
+        with contextlib.suppress(Exception):  # loading the kernel raises the error again
             compile_builds(builds, report=self._report)
 
     def _report(self, done: int, of: int) -> None:

@@ -184,7 +184,7 @@ def dim_source(dim: Dim, sizes: Sequence[sympy.Symbol]) -> str:
     names = {symbol: sympy.Symbol(f"n{i}", integer=True, positive=True) for i, symbol in enumerate(sizes)}
     unknown = dim.free_symbols - set(sizes)
     if unknown:
-        raise ValueError(f"{dim} depends on {unknown}, which are no sizes of the program")
+        raise ValueError(f"{dim} depends on {unknown}, which are not sizes of the program")
     text = _ExactPrinter().doprint(dim.xreplace(names))
     return f"int({text})" if "Fraction" in text else text
 

@@ -71,7 +71,8 @@ def _leave_cache(reason: object) -> None:
     folder = knobs.cache.dir
     knobs.cache.dir = tempfile.mkdtemp(prefix="fusion_compiler_")
     text = CacheError(path=folder, detail=f"{reason}; set TRITON_CACHE_DIR too")
-    warnings.warn(f"{text}; until then every process compiles every kernel", FusionWarning, stacklevel=4)
+    text = f"{text}; until then every process compiles every kernel again"
+    warnings.warn(text, FusionWarning, stacklevel=4)
 
 
 def _compiled(build: Build) -> CompiledKernel:

@@ -143,8 +143,8 @@ class Debug:
         except OSError as error:
             self._warned.warn(
                 "FUSION_DUMP",
-                f"FUSION_DUMP={self._dump} cannot be written ({error.strerror or error}): nothing more is "
-                "dumped. Set it to a writable directory.",
+                f"FUSION_DUMP={self._dump} cannot be written ({error.strerror or error}), so dumps "
+                "stop here. Set it to a writable directory.",
             )
             self._dump = None
 

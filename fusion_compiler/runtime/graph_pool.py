@@ -44,7 +44,7 @@ class Holder(Protocol):
 
 
 class Owner(Protocol):
-    """An owner has the CUDA graphs of one captured graph."""
+    """The owner of the CUDA graphs of one captured graph."""
 
     recordings: list[Any]
 

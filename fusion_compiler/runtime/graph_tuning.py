@@ -162,7 +162,7 @@ def replayed(run: Boxed, arguments: Sequence[Any], restore: Callable[[], None]) 
             run(list(arguments))  # loads what this form of arguments needs, which a recording may not
         restore()
         graph = torch.cuda.CUDAGraph()
-        # Libraries keep their workspace of a stream: that of a recording that is gone would stay.
+        # Libraries keep a workspace for each stream, which would outlive this graph and its stream.
         with clear_cublas_manager():
             with unkept_scratch(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(list(arguments))

@@ -140,7 +140,7 @@ class _Group:
         if self.ended < len(self.programs) - 1:
             self.baton.wait(timeout=0.1)
         if self.failed or time.monotonic() > self.deadline:
-            raise RuntimeError("a program waits for others that have failed or do not send")
+            raise RuntimeError("a program waits for programs that have failed or never send")
         base.interpreter_builder.set_grid_idx(*number)
 
 

@@ -33,11 +33,11 @@ def read_plan(
         return None
     try:
         if written is None:
-            raise ValueError("it is no whole record")
+            raise ValueError("the record is incomplete")
         plan, programs = read_decisions(written, name, dag, setting)
         _check(plan, programs)
     except (KeyError, TypeError, ValueError, AttributeError):
-        text = f"a plan in {store.folder(key.kind)} is damaged and is made anew"
+        text = f"a stored plan in {store.folder(key.kind)} is damaged: it is computed again and replaced"
         warnings.warn(text, FusionWarning, stacklevel=2)
         return None
     return plan, programs

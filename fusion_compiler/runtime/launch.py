@@ -49,7 +49,8 @@ NOISE = 0.02
 # each launch at most one such group waits for programs that have not started. The device must hold the groups
 # of so many launches, or waiting programs could fill it.
 LAUNCHES_AT_ONCE = 4
-CLOSE, MOST_RIVALS = 2.0, 20  # times the fastest candidate alone, that one in a graph may take; and how many
+# Candidates within this factor of the fastest are timed again inside a graph, and at most so many.
+CLOSE, MOST_RIVALS = 2.0, 20
 MOST_VARIANTS = 4  # of a program's kernels that differ in which inputs are aligned
 
 
@@ -60,7 +61,7 @@ def find_gpu(device: torch.device | None) -> Gpu:
     has no driver for the device.
     """
     if device is not None and device.type != "cuda":
-        raise ValueError(f"its inputs are on {device}, and Triton's kernels need a CUDA device")
+        raise ValueError(f"its inputs are on {device}, but Triton's kernels need a CUDA device")
     try:
         importlib.import_module("triton")
     except ImportError as error:

@@ -130,9 +130,9 @@ class Trial:
     def __init__(self, index: int) -> None:
         """Create a trial on the device `index`."""
         self._index = index
-        self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # by whether with CUDA graphs
-        self._last: Any = None  # the beginning of the step that is under way
-        self._replays = 0  # so far, at that beginning
+        self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # with CUDA graphs or without
+        self._last: Any = None  # the beginning of the current step
+        self._replays = 0  # until that beginning
         self._has_backward = True  # whether a backward has run since
         self.us: dict[bool, float] = {}
 

@@ -373,7 +373,7 @@ class _Layout:
         return tensor if self._is_dense else tensor.as_strided((self._span,), (1,))
 
     def tensor(self, memory: Tensor) -> Tensor:
-        """Return the tensor that lies so in `memory`."""
+        """Return a view of `memory` with this layout."""
         return memory if self._is_dense else memory.as_strided(self.shape, self.stride, 0)
 
 

@@ -12,7 +12,7 @@ from fusion_compiler.errors import DoubleBackwardError
 from fusion_compiler.ir.views import again
 from fusion_compiler.runtime.boxed import Boxed, boxed
 
-# Whether the backward that runs is to leave its graph to a later one.
+# True while a backward runs that keeps its graph for a later one (retain_graph=True).
 is_kept: Callable[[], bool] = getattr(torch._C, "_autograd")._get_current_graph_task_keep_graph  # noqa: B009
 
 

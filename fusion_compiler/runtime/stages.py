@@ -47,6 +47,7 @@ class Stages:
 
 
 def since(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return "plan 1.00, emit 0.06": what has been added in between, where that shows."""
+    """Return the seconds that each stage took between two readings, as "plan 1.00, emit 0.06", without those
+    below 0.005."""
     spent = {stage: seconds - before.get(stage, 0.0) for stage, seconds in after.items()}
     return ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in spent.items() if seconds >= 0.005)

@@ -25,11 +25,12 @@ GRAPH_FOLDER = re.compile(r"a[0-9a-f]{64}")  # PyTorch's prefix and a digest of 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry is one record of a `Store`, one of autograd's graphs, or one compiled kernel.
+    """One record of a `Store`, one graph of autograd's cache, or one compiled kernel.
 
-    sort: the name of its kind. device: the GPU's name, or the target compiled for; "" if it depends on none.
-    versions: of torch and Triton ("" where unknown). age: seconds since it was last used (a kernel or graph:
-    made). problem: "" where it is whole. path: a file, or a kernel's folder.
+    sort: the name of its kind. device: the GPU's name, or the target that it is compiled for; "" if it
+    depends on none. versions: of torch and Triton ("" if unknown). age: seconds since its last use; for a
+    kernel or a graph, since it was written. problem: "" if the entry can be read. path: a file, or a kernel's
+    folder.
     """
 
     sort: str

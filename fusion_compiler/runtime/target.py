@@ -62,7 +62,7 @@ def parse_target(target: str) -> tuple[str, int | str, int]:
     if re.fullmatch(r"gfx\w+", target):
         # CDNA (gfx9) has wavefronts of 64, RDNA of 32.
         return "hip", target, 64 if target.startswith("gfx9") else 32
-    raise ValueError(f"{target!r} is no target: sm_80, sm_90, sm_100 and gfx942 are")
+    raise ValueError(f"{target!r} is not a target; use sm_80, sm_90, sm_100 or gfx942")
 
 
 def build_of(
@@ -122,10 +122,10 @@ def compile_for(kernel: Kernel, target: str) -> Binary:
 
 
 def instructions(kernel: Kernel, target: str) -> tuple[str, ...]:
-    """Return the names of the machine instructions of `kernel` on an NVIDIA target ("sm_90"): those of its
-    longest loop, or all if it has none. "MUFU" are those of the slow unit (exp2, reciprocal, tanh, ...).
+    """Return the names of the machine instructions of `kernel` on an NVIDIA target ("sm_90"): the longest
+    loop's, or all if it has no loop. "MUFU" are instructions of the slow unit (exp2, reciprocal, tanh, ...).
 
-    Raises what compiling raises.
+    Raise the errors of compiling the kernel.
     """
     from triton import knobs
 

@@ -45,7 +45,7 @@ from fusion_compiler.schedule.tile_products import SMALLEST
 # Matrices side by side in a loop. Each has tiles in shared memory, and sixteen need more than there is. Six
 # of 8192 x 2048 took 27.6 us each, where a copy takes 7.8.
 MOST_MATRICES = 3
-MOST_BY_THREADS = 4  # rows that threads multiply as fast as tensor cores do
+MOST_BY_THREADS = 4  # rows; with more, tensor cores are faster than threads
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ def _along_by_threads(
 
 
 class Draft:
-    """The directives of a placement while it is drawn up.
+    """The directives of a placement that is not finished.
 
-    lanes: with numbers, in whose order the dimensions of a tile lie.
+    lanes: directives with numbers; the dimensions of a tile lie in the order of these numbers.
     """
 
     def __init__(self, loops: LoopNest) -> None:
@@ -264,7 +264,7 @@ class Draft:
         self.lanes = list[tuple[int, Directive]]()
 
     def one(self, axes: Sequence[int], name: str) -> tuple[str, Dim]:
-        """Make one axis of several, and return its name and size."""
+        """Fuse several axes into one, and return its name and size."""
         size = product(self.loops.axes[k].size for k in axes)
         if len(axes) == 1:
             return self.loops.axes[axes[0]].name, size

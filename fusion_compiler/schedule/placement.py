@@ -236,7 +236,7 @@ class Placement:
             counts.get("early", 0),
         )
         if str(placement) != text:
-            raise ValueError(f"{text!r} is no placement; one is {placement}")
+            raise ValueError(f"{text!r} is not a placement; write it as {placement}")
         return placement
 
     def axes(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -101,7 +101,7 @@ def part_cols(a: Analysis, s: RowTile) -> Dim:
 
 
 def parts_of(a: Analysis, s: RowTile) -> Dim:
-    """Return how many programs that share a row have columns."""
+    """Return how many of the programs that share a row have at least one column."""
     return ceil_div(a.size(COLS) + max(s.word - 1, 0), hint(part_cols(a, s)))
 
 

@@ -86,9 +86,9 @@ def schedules(
 def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
     """Return the tiles of rows and columns that run a nest, best first.
 
-    Those measured to be fast on this device come first, then the others by cost. Where sizes are known only
-    at run time, the hints may show that a tile was measured for other sizes. Tiles with too many registers
-    come last, in order of their registers.
+    Tiles that were measured to be fast on this device come first, then the others by predicted cost. If sizes
+    are known only at run time, the hints may show that a tile was measured for other sizes. Tiles with too
+    many registers come last, in order of their registers.
     """
     device = roofline.device
     kinds = _kinds(a, device)

@@ -45,8 +45,8 @@ from fusion_compiler.schedule.verifier import refusal_of
 
 ELEMENTS = (32, 16, 64, 8)  # of a tile, for each thread, best first: measured on an H200
 SHARED_ELEMENTS = (16, 8, 32, 64)  # the same where programs store parts of sums
-# The least that axes may fill of such a tile; otherwise two kernels are faster. Groups of 20 channels of 144
-# pixels fill 0.35 of a tile. One kernel takes 19.7 us for 64 x 32 of them, two take 25 (H200, 2026-11-29).
+# The least share of such a tile that axes may fill; below it two kernels are faster. Groups of 20 channels
+# of 144 pixels fill 0.35 of a tile: one kernel takes 19.7 us for 64 x 32 of them, two 25 (H200, 2026-11-29).
 LEAST_FILLED = 0.3
 TILES = (1024, 2048, 4096)  # elements: smaller tiles take several elements of kept axes
 MOST_WARPS = 16

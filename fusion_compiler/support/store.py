@@ -225,7 +225,7 @@ class Store:
                 stream.flush()
                 os.fsync(stream.fileno())
             if os.path.lexists(file) and not stat.S_ISREG(file.lstat().st_mode):  # nobody's record
-                raise FileExistsError(f"{file} is no plain file")
+                raise FileExistsError(f"{file} is not a regular file")
             os.replace(temporary, file)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -263,7 +263,7 @@ class Store:
         self._on_disk = False
         is_file = self.path.exists() and not self.path.is_dir()
         reason = "it is a file, not a folder" if is_file else error
-        text = f"{CacheError(path=self.path, detail=reason)}; until then every process tunes and plans anew"
+        text = f"{CacheError(path=self.path, detail=reason)}; until then every process tunes and plans again"
         warnings.warn(text, FusionWarning, stacklevel=3)
 
 
@@ -283,7 +283,7 @@ def read_plain(file: Path) -> bytes:
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as stream:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{file} is no plain file")
+            raise OSError(f"{file} is not a regular file")
         return stream.read()
 
 

@@ -296,8 +296,8 @@ ORDERED = {
     other_weights: "depends on the order of rows",
     summed: "cumsum_1 depends on the order of rows",
     first_row: "select depends on the order of rows",
-    moved_ids: "add_ writes into what was sorted",
-    moved_order: "remainder_ writes into what was sorted",
+    moved_ids: "add_ writes into the sorted rows",
+    moved_order: "remainder_ writes into the sorted rows",
     other_ids: "its experts are not the best ones of a list",
 }
 

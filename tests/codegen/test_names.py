@@ -33,9 +33,9 @@ WRONG: list[tuple[str, list[Statement]]] = [
     ("has a variable called per_add.to(tl.float32)", [let(Var("per_add.to(tl.float32)"))]),
     ("reads add before it is assigned", [Store(OUT, Name("add"))]),
     ("reads add before it is assigned", [Update(X, "+", Literal(1))]),
-    ("assigns to tl, which is no variable", [let(Name("tl"))]),
-    ("assigns to in0_ptr, which is no variable", [let(POINTER)]),
-    ("assigns to max, which is no variable", [let(Name("max"))]),
+    ("assigns to tl, which is not a variable", [let(Name("tl"))]),
+    ("assigns to in0_ptr, which is not a variable", [let(POINTER)]),
+    ("assigns to max, which is not a variable", [let(Name("max"))]),
     ("reads add before", [For(Name("start"), TURNS, [let(X)]), Store(OUT, X)]),
     ("reads start before", [For(Name("start"), TURNS, [let(X)]), Store(OUT, Name("start"))]),
     ("reads add before", [If(POINTER.eq(0), [let(X)]), Store(OUT, X)]),
@@ -60,7 +60,7 @@ def test_names_of_functions() -> None:
     good = Function("kernel", (POINTER,), [Do(Global("kernel_last")(POINTER)), let(Var("kernel_last"))])
     assert module([good]).endswith("    kernel_last(in0_ptr)\n    kernel_last_1 = 0\n")
     for name in ("kernel", "fm", "lambda"):
-        with pytest.raises(ValueError, match=f"called kernel, {name}, as others are"):
+        with pytest.raises(ValueError, match=f"are equal or reserved: kernel, {name}"):
             module([good, replace(good, name=name)])
 
 

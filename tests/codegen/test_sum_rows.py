@@ -185,7 +185,7 @@ def test_sums_of_sums_are_two_kernels() -> None:
     torch.testing.assert_close(ours, exact.float())
     backward = fast.plan[-1]
     assert len([c for c in backward.clusters if "sum_rows" in c.name]) == 2
-    assert "in each turn of another sum of rows" in str([r.reason for r in backward.refusals])
+    assert "in each iteration of another sum of rows" in str([r.reason for r in backward.refusals])
 
 
 @pytest.mark.parametrize("number", [30, -31])

@@ -118,7 +118,7 @@ def come_alone(rank: int) -> str:
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
-    assert "process 1 of the pipeline has not come within 1.0 s" in run(come_alone, 2, tmp_path)[0]
+    assert "process 1 of the pipeline did not start within 1.0 s" in run(come_alone, 2, tmp_path)[0]
 
 
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:

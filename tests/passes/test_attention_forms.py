@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[Code, str]] = {
     "a head's mask": (lambda q, k, v: (_scores(q, k).softmax(-1) * v[:, :, :1, :1]) @ v, "mul of the prob"),
     "a learned scale": (lambda q, k, v: (q @ k.mT * v[:, :, :1, :1]).softmax(-1) @ v, "by a tensor"),
     "a negative scale": (lambda q, k, v: (q @ k.mT * -0.5).softmax(-1) @ v, "multiplied by -0.5"),
-    "another axis": (lambda q, k, v: _scores(q, k).softmax(-2) @ v, "does not sum over what"),
+    "another axis": (lambda q, k, v: _scores(q, k).softmax(-2) @ v, "sums over another dimension than"),
     "a small number": (lambda q, k, v: _scores(q, k).masked_fill(SEEN, -50.0).softmax(-1) @ v, "are -50"),
     "a positive number": (lambda q, k, v: _scores(q, k).masked_fill(SEEN, 50.0).softmax(-1) @ v, "with 50"),
     "two fills": (_two_fills, "different numbers"),

@@ -153,7 +153,7 @@ def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (shown, "show in a result"),
+        (shown, "shows its strides"),
         (viewed, "Cannot view"),
         (strided, "depends on strides"),
         (columns, "rows are not contiguous"),

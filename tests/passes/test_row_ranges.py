@@ -174,7 +174,7 @@ def test_several_tokens_of_each_sequence() -> None:
     assert kept == ["1 to 8", "9 to 16", "more than 16"]
 
 
-@pytest.mark.parametrize(("most", "said"), [(8, "8 at most"), (64, "bounds of the caller's")])
+@pytest.mark.parametrize(("most", "said"), [(8, "8 at most"), (64, "the caller's bounds")])
 def test_bounds_of_the_callers_are_kept(most: int, said: str) -> None:
     fast = fc.compile(F.linear, backend="interpret", strict=True)
     w = torch.randn(48, 160)

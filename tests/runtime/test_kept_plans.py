@@ -188,7 +188,7 @@ def test_a_pattern_that_reads_what_changes_is_not_kept() -> None:
     first = run(hinted, x, (counting,))
     assert asked == [16] and not any(planned(first))
     other = run(hinted, torch.randn(5, 32), (counting,))
-    reason = "not kept: what pattern mine reads has changed since it was first compiled"
+    reason = "not kept: pattern mine reads a value that has changed since the first call"
     assert other.plan[0].notes["plan on disk"] == reason and not any(planned(other))
 
 
@@ -199,7 +199,7 @@ def test_damaged_records_are_made_again(damage: str) -> None:
     for file in records():
         spoil(file, damage)
     again = compiled(model)
-    with pytest.warns(FusionWarning, match="damaged and is made anew"):
+    with pytest.warns(FusionWarning, match="damaged: it is computed again and replaced"):
         assert all(map(torch.equal, step(again, x), truth))
     assert captured(again) == {"from disk"} and not any(planned(again))
     last = compiled(model)

@@ -98,7 +98,7 @@ def test_damaged_files_are_found_out_and_replaced(caches: Path, monkeypatch: pyt
         for i, (path, content) in enumerate(intact.items()):
             path.write_bytes(DAMAGE[(i + turn) % len(DAMAGE)](content))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "a plan in .* is damaged and is made anew", FusionWarning)
+            warnings.filterwarnings("ignore", "a stored plan in .* is damaged", FusionWarning)
             assert_right(compiled(softmax, strict=True))
         assert gpu.launched[-1] == chosen
         # What was run is what is kept: the code is that of an undamaged compilation.

@@ -43,7 +43,7 @@ _AUTOGRAD = [
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting has the arguments of an operator behind its operands, in the order of its schema."""
+    """The arguments of a recurrent operator after its operands, in the order of its schema."""
 
     batch_sizes: Tensor | None
     states: int

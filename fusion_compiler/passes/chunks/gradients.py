@@ -31,11 +31,12 @@ from fusion_compiler.passes.chunks.region import AnotherError, RefusedError, dep
 from fusion_compiler.passes.chunks.rows import Over, factors, is_product, shape
 
 RULE = "chunked gradient"
-ALIGNED = 8  # columns are a multiple of it: products over other numbers are slow
+ALIGNED = 8  # the number of columns is a multiple of it: products over other lengths are slow
 
 
 def chunk_gradients(graph: fx.Graph) -> Decisions:
-    """Cut into chunks, in place, the gradients of all large logits that are arguments of a backward graph."""
+    """Split the gradients of all large logits that are arguments of a backward graph into chunks, in
+    place."""
     notes: list[Decision] = []
     sum_one_hot(graph)
     for node in large_logits(graph):

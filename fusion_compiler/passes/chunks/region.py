@@ -241,7 +241,7 @@ class _Grown:
         if node in self.survey.after and not has_rows and not self.saved:
             raise RefusedError(f"{_named(node)} depends on all rows, and each row's gradient on it")
         if self.inputs.setdefault(node, rows) != rows:
-            raise RefusedError(f"{_named(node)} is read by its rows and whole")
+            raise RefusedError(f"{_named(node)} is read both row by row and as a whole")
 
     def region(self, wanted: frozenset[fx.Node]) -> Region:
         order = self.survey.order

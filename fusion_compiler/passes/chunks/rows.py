@@ -164,5 +164,5 @@ def _operands_of_product(node: fx.Node, place: Place) -> dict[fx.Node, Rows | No
     rows_of = {} if added is None or isinstance(place, Over) else {added: aligned(added, node, place)}
     for factor, held in zip((left, right), sides[place], strict=True):
         if rows_of.setdefault(factor, held) != held:
-            raise NotByRowsError("one tensor is read by its rows and whole")
+            raise NotByRowsError("one tensor is read both row by row and as a whole")
     return rows_of

@@ -257,7 +257,7 @@ class Candidates:
         loops = simplify(lowered)
         if in_tile and any(self.shares_matrix(self.dag.op(name)) for name in ops):
             if Products.of(loops, self.hints) is None and Matrices.of(loops) is None:
-                raise Illegal("space", "no tile of the matrix has all that its product reads or is read by")
+                raise Illegal("space", "no tile of the matrix has all operands and readers of its product")
         analysis = Analysis(loops)
         best = self.checked(analysis, ops)
         product = any(self.dag.op(n).kind is Kind.CONTRACTION for n in ops)
@@ -289,9 +289,9 @@ class Candidates:
         inside = set(ops)
         for name in inside & self.bases.keys():
             if self.bases[name] in inside:
-                raise Illegal("in place", f"{name} is written into {self.bases[name]}, which has to be there")
+                raise Illegal("in place", f"{name} is written into {self.bases[name]}, which must exist")
             if not inside.isdisjoint(self.reads.users[name]):
-                raise Illegal("in place", f"{name} is read by what writes it")
+                raise Illegal("in place", f"{name} is read by the op that writes it")
 
     def refuse_race(self, loops: LoopNest, ops: tuple[str, ...]) -> None:
         """Raise Illegal if a kernel would read the memory that it writes into, unless the result of each

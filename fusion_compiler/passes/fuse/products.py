@@ -1,14 +1,14 @@
-"""Matrix products with many rows in one kernel with the element-wise ops behind them, as options of a plan.
+"""Matrix products with many rows, fused with the element-wise ops of their results, as options of a plan.
 
     h = a @ b (a library call); y = gelu(h + bias)   ->   y = gelu(sum over k of a[m, k] * b[k, n] + bias)
 
-The search leaves such products to a library. When it is finished, `options_of` lists the clusters that could
-take in the product whose result they read, or two products that share an operand, with the predicted times of
-both ways. Which of them is taken is chosen elsewhere, by measurement where the device is there
-(`passes.fuse.choice`), and `take` puts a chosen option into the search's result.
+The search leaves such products to a library. After it, `options_of` lists the clusters that could take in the
+product whose result they read, or two products that share an operand, with the predicted times of both ways.
+`passes.fuse.choice` chooses among them, by measurement if the device is present, and `take` puts a chosen
+option into the search's result.
 
-A cluster with a reduction that no tile of the product holds (a norm behind a residual sum) is split: what
-comes before the reduction joins the product, and the rest stays a cluster.
+A cluster with a reduction that no tile of the product holds (a norm after a residual sum) is split: the ops
+before the reduction join the product, and the rest stays a cluster.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _option(search: Search, number: int, calls: tuple[str, ...]) -> Option:
     before = _traffic(pool, calls) + sum(pool.bytes(call) for call in calls) + _moved(pool, candidate)
     if (after := _moved(pool, fused) + _moved(pool, left)) >= before:
         both = f"{after / 1e6:.1f} MB, and apart they move {before / 1e6:.1f} MB"
-        raise Illegal("traffic", f"with a part of the other, it and the rest move {both}")
+        raise Illegal("traffic", f"fused with a part of the other cluster, it and the rest move {both}")
     return Option(calls, number, fused, left, *us)
 
 

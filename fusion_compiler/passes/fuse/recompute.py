@@ -121,7 +121,7 @@ def _try(search: Search, chain: frozenset[str], number: int) -> bool:
 
 
 def _remaining(search: Search, number: int) -> Candidate | None:
-    """Return a cluster without the ops that its readers compute; None if it stores nothing else."""
+    """Return a cluster without the ops that its readers recompute, or None if it stores nothing else."""
     try:
         return _with_closure(search, search.candidates[number])
     except Illegal as error:

@@ -69,7 +69,7 @@ class Why:
 
     def __init__(self, plan: FusionPlan) -> None:
         if plan.setting is None:
-            raise ValueError(f"plan {plan.name} does not say what it was decided for")
+            raise ValueError(f"plan {plan.name} does not record the device that it was decided for")
         self.plan, self.dag, self.setting = plan, plan.dag, plan.setting
         self.tensors = Tensors(plan.dag, self.setting.device, self.setting.hints)
         self.reasons = {left.subject: left.reason for left in plan.leftovers}
@@ -266,7 +266,7 @@ class Why:
 def cost_of_call(plan: FusionPlan, name: str) -> Cost:
     """Return the cost of an op that stays an ATen call. Raises ValueError for a plan not made by `plan()`."""
     if plan.setting is None:
-        raise ValueError(f"plan {plan.name} does not say what it was decided for")
+        raise ValueError(f"plan {plan.name} does not record the device that it was decided for")
     op = plan.dag.op(name)
     if op.kind is Kind.CONTRACTION:
         return contraction_cost(op, plan.setting.device, plan.setting.hints)

@@ -33,7 +33,7 @@ def lower_chain(dag: OpDag) -> LoopNest:
     ops = tuple(n for n in dag.order if n not in dag.inputs and not layout.is_view(dag.op(n)))
     outputs = tuple(n for n in ops if n in dag.outputs)
     if unfit := next((n for n in dag.outputs if n not in ops), None):
-        raise Illegal("operator", f"{unfit} is a view of what the nest reads or computes")
+        raise Illegal("operator", f"{unfit} is a view of an input or a result of the nest")
     anchor = max(outputs, key=lambda n: (_is_product(dag, n), numel(dag.op(n).outputs[0].shape)))
     shape = dag.op(anchor).outputs[0].shape
     space = Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), is_free=True)

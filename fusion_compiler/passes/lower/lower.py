@@ -480,7 +480,7 @@ class Lowering(Builder):
             finally:
                 self.extents.narrowed = narrowed
         if len(self.memo) >= MOST_VALUES:
-            raise Illegal("size", f"values that are needed at several places are more than {MOST_VALUES}")
+            raise Illegal("size", f"more than {MOST_VALUES} values are needed at several places")
         if name in self.inside:
             node = self.compute(op, coords, within)
             # Neither a piece of the value nor a window.
@@ -499,7 +499,7 @@ class Lowering(Builder):
 
     def inner_axes(self, key: str, sizes: tuple[Dim, ...]) -> Coords:
         if self.space.index_split is not None:
-            raise Illegal("space", f"{key} sums over windows, and is not made in pieces")
+            raise Illegal("space", f"{key} sums over windows, which cannot be computed in pieces")
         if key not in self.inner:
             self.inner[key] = tuple(ZERO if size == 1 else axis(self.add_inner_axis(size)) for size in sizes)
         return self.inner[key]
@@ -590,7 +590,7 @@ class Lowering(Builder):
             return self.reduce_piece(op, coords, dims)
         matrix_product = None if self.space.is_free else product_of(self.dag, op)
         if matrix_product is not None and matrix_product.rows != 1:
-            raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
+            raise Illegal("rows", f"{op.name} is computed for all of its rows at once, in its own space")
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = reduced.kept
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
@@ -641,7 +641,7 @@ class Lowering(Builder):
         count = int(product(reduced.shape[d] for d in reduced.dims))
         self.terms[op.name] += count
         if self.terms[op.name] > MOST_TERMS:
-            raise Illegal("size", f"{op.name} is of {count} elements in each of too many pieces")
+            raise Illegal("size", f"{op.name} has {count} elements in each of too many pieces")
         total: int | None = None
         for place in itertools.product(*(range(int(reduced.shape[d])) for d in reduced.dims)):
             at = kept | {d: Index(i, ()) for d, i in zip(reduced.dims, place, strict=True)}
@@ -697,7 +697,7 @@ class Lowering(Builder):
         else:
             axes = frozenset(k for d in reduced.dims for k, _ in where[d].terms if reduced.shape[d] != 1)
         if not axes <= frozenset(range(len(self.space.axes))):  # others are loaded indices
-            raise Illegal("rows", f"{op.name} reduces elements at loaded places, and not along an axis")
+            raise Illegal("rows", f"{op.name} reduces elements at loaded indices, not along an axis")
         is_whole = simple(product(self.space.axes[k] for k in axes)) == simple(product(sizes))
         kept_shape = tuple(reduced.shape[d] for d in reduced.kept)
         if not is_whole or axes & keys or not is_bijection(kept, kept_shape, self.extents):

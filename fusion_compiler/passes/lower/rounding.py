@@ -28,8 +28,7 @@ from fusion_compiler.passes.lower.builder import Builder
 class Rounding:
     """The values that a loop nest rounds.
 
-    stored: ops whose results some kernel stores.
-    like_eager: round every value and compute it as eager does.
+    stored: ops whose results a kernel stores. like_eager: round every value and compute it as eager does.
     """
 
     stored: frozenset[str]

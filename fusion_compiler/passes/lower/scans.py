@@ -83,7 +83,7 @@ class Scans:
         if place in (columns.index, columns.reversed):
             return self.running(op, coords, place)
         if place.terms or not isinstance(place.const, int):
-            raise Illegal("rows", f"{op.name} is needed in another order than that in which it is scanned")
+            raise Illegal("rows", f"{op.name} is needed in another order than the scan's")
         place_of_scan = columns.reversed if self.backwards.get(op.name) else columns.index
         value = self.running(op, (*coords[:dim], place_of_scan, *coords[dim + 1 :]), place_of_scan)
         return _picked(self.build, op, value, place_of_scan, place.const)
@@ -91,7 +91,7 @@ class Scans:
     def running(self, op: Op, coords: Coords, place: Index) -> int:
         backwards = place != self.columns.index
         if self.backwards.setdefault(op.name, backwards) is not backwards:
-            raise Illegal("rows", f"{op.name} is needed from its first element to the last and back")
+            raise Illegal("rows", f"{op.name} is needed both forwards and backwards")
         return _running(self.build, op, coords, place, backwards)
 
 
@@ -106,7 +106,7 @@ def _check_rows(build: Builder, op: Op, coords: Coords, dim: int, columns: Colum
             raise Illegal("rows", f"{op.name} is needed at other rows for each column")
         low, high = build.extents.limits(index)
         if not (not_above(0, low) and not_above(high, simple(size - 1))):
-            raise Illegal("rows", f"{op.name} is needed at rows that it may not have")
+            raise Illegal("rows", f"{op.name} is needed at rows that may not exist")
 
 
 def _running(build: Builder, op: Op, coords: Coords, place: Index, reverse: bool) -> int:

@@ -140,7 +140,7 @@ def split_orders(loops: LoopNest) -> tuple[LoopNest, Index | None]:
 def long_rows(loops: LoopNest) -> LoopNest:
     """Make the last axis of element-wise work the columns, if rows are long and a load is constant along a
     row. A tile then loads such a value once instead of once per element."""
-    ragged = axes_in(loops.axes, (RAGGED,))  # a tile of several rows goes along it as far as the longest
+    ragged = axes_in(loops.axes, (RAGGED,))  # a tile of several rows runs to the end of the longest
     last = len(loops.axes) - len(ragged) - 1
     if last < 1 or not _is_elementwise(loops) or (hint(loops.axes[last].size) < LONG_ROW and not ragged):
         return loops

@@ -159,7 +159,7 @@ def anchor_space(
     scans = [dag.op(n) for n in ops if dag.op(n).kind is Kind.SCAN]
     if scans:
         if split is not None or any(dag.op(n).kind is Kind.CONTRACTION for n in ops):
-            raise Illegal("space", f"{scans[0].name} is a scan, and not made in pieces or beside a product")
+            raise Illegal("space", f"{scans[0].name} is a scan, which has no pieces and no product beside it")
         best = max(scans, key=lambda op: _input_size(dag, op))
         shape, dim = best.outputs[0].shape, scanned_dim(best)
         return Space(tuple((s,) for s in shape), tuple(COLS if d == dim else ROWS for d in range(len(shape))))
@@ -196,9 +196,9 @@ def free_space(dag: OpDag, ops: tuple[str, ...]) -> Space:
     alike = {(r.shape, frozenset(d for d in r.dims if r.shape[d] != 1)) for r in reductions}
     products = [p for n in ops if (p := product_of(dag, dag.op(n))) is not None]
     if not all(p.shares_matrix for p in products):
-        raise Illegal("space", "a product of one or two rows, or of several matrices, is made row by row")
+        raise Illegal("space", "a product of one or two rows, or of several matrices, is computed row by row")
     if (len(alike) < 2 and not products) or any(dag.op(n).kind is Kind.SCAN for n in ops):
-        raise Illegal("space", "only reductions over different axes need a tile that holds all of these")
+        raise Illegal("space", "only reductions over different axes need a tile with all of these axes")
     largest = max(reductions, key=lambda r: numel(r.shape))
     dims = [d for _, d in alike]
     innermost = next((d for d, s in enumerate(largest.stride) if s == 1 and largest.shape[d] != 1), None)

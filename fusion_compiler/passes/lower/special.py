@@ -148,7 +148,7 @@ def _iota(build: Builder, op: Op, coords: Coords, within: int | None) -> int:
     dtype = compute_dtype(op.outputs[0].dtype)
     start, step = start_and_step(op)
     if not isinstance(start, int | float) or not isinstance(step, int | float):
-        raise Illegal("operand", f"{op.name} counts by a size that is only known at run time")
+        raise Illegal("operand", f"{op.name} has a step that is only known at run time")
     if not dtype.is_floating_point:  # eager converts both before it counts
         start, step = int(start), int(step)
     if isinstance(start, float) or isinstance(step, float):
@@ -212,7 +212,7 @@ def _sum_rows(build: Builder, op: Op, coords: Coords, within: int | None) -> int
     value = build.value(rows, (build.indirect(op, place, count, False), coords[1]), read)
     axes = axes_of(build.nodes)
     if (axes[value] | axes[inside]) & axes_in(build.axes, (RAGGED,)) - {along}:
-        raise Illegal("rows", f"{op.name} would be added up in each turn of another sum of rows")
+        raise Illegal("rows", f"{op.name} would be summed again in each iteration of another sum of rows")
     dtype = compute_dtype(op.outputs[0].dtype)
     value = build.converted(value, dtype, op.name)
     assert isinstance(op.target, OpOverload)

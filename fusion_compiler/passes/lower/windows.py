@@ -163,7 +163,7 @@ def _elements(build: Builder, op: Op, coords: Coords, within: int | None) -> tup
     taps = build.inner_axes(f"{image} in windows of {op.args[1:]}", windows.kernel)
     value, inside = _in_image(build, windows, image, lead, windows.places(at, taps), within)
     if value is None:
-        raise Illegal("space", f"{op.name} is read where no window lies in the image")
+        raise Illegal("space", f"{op.name} is read where no window overlaps the image")
     dtype = build.nodes[value].dtype
     if inside is None or inside == within:
         return value, None, taps
@@ -184,7 +184,7 @@ def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
     geometry = named["kernel_size"], named["stride"] or named["kernel_size"], named["padding"]
     kernel, stride, padding = (tuple(n) * 2 if len(n) == 1 else tuple(n) for n in geometry)
     if not all(isinstance(n, int) for n in (*kernel, *stride, *padding)):
-        raise Illegal("size", f"the windows of {op.name} have sizes that are not known")
+        raise Illegal("size", f"the windows of {op.name} have unknown sizes")
     sizes = _shape(build, image)[-2:], _shape(build, windows)[-2:]
     return Windows(*sizes, kernel, stride, padding, (1, 1))
 

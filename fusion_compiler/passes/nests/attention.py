@@ -111,7 +111,7 @@ def _check_order(nest: Nest, order: dict[fx.Node, int]) -> None:
     late = [n for n in nest.inputs if order[n] > first]
     after = reached(late, lambda n: [i for i in n.all_input_nodes if order[i] >= first]) & ends
     if after:
-        raise Refused(f"{min(after).name} is needed for what the same nest reads")
+        raise Refused(f"{min(after).name} feeds an input of the same nest")
 
 
 def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.Node]) -> None:

@@ -196,7 +196,7 @@ def _bridges(statistics: Iterable[fx.Node], scores: set[fx.Node]) -> set[fx.Node
 
 
 class _Layouts:
-    """The axes of all scores of a region. Axes that element-wise operators bring together are the same."""
+    """The axes of all scores of a region. Tensors that an element-wise operator combines share their axes."""
 
     def __init__(self, scores: Sequence[fx.Node], products: set[fx.Node]) -> None:
         self.axes, self.same = Axes(), dict[int, int]()
@@ -215,7 +215,7 @@ class _Layouts:
             return moved
         for source in sources:
             if [s for s in shape_of(source) if s != 1] != [s for s in shape_of(node) if s != 1]:
-                raise Refused(f"{node.name} has scores in another shape")
+                raise Refused(f"{node.name} has scores of another shape")
         one, *rest = ([d for d in self.of[s] if self.axes.now(d)] for s in sources)
         for dims in rest:
             self._join(one, dims)

@@ -248,7 +248,7 @@ class _Recorder(TorchDispatchMode):
         node.meta["val"] = value
 
     def named(self, values: Any) -> Any:
-        """Return values with nodes in the place of tensors; a tensor from elsewhere becomes a constant."""
+        """Return values with each tensor replaced by its node; a tensor without a node becomes a constant."""
         return pytree.tree_map_only(torch.Tensor, self._node, values)
 
     def _node(self, value: torch.Tensor) -> fx.Node:

@@ -323,7 +323,7 @@ def _read(
             raise Refused(step.refusal)
     first, second = product_of(one), product_of(two)
     if first is None or second is None:
-        raise Refused("a product of another form than two tensors'")
+        raise Refused("a product that is not of two tensors")
     axes = Axes()
     left, right, layout = first.layouts(axes, {})
     scores = _scores(axes, first, layout, before)
@@ -339,7 +339,7 @@ def _read(
     now = axes.now
     keys, summed = now(keys), {a for x in second.inner for a in now(_dim(second, side, x, sides[side]))}
     if not keys or set(keys) != summed:
-        raise Refused("the second product does not sum over what the softmax does")
+        raise Refused("the second product sums over another dimension than the softmax")
     factors = Operand(first.operands[0], left), Operand(first.operands[1], right)
     query, key = factors if _has(axes, factors[1], keys) else factors[::-1]
     if not _has(axes, key, keys) or set(keys) & _axes(axes, query):
@@ -394,7 +394,7 @@ def _scores(axes: Axes, product: Product, layout: Layout, steps: tuple[_Step, ..
         if moved is not None:
             scores = replace(scores, layout=moved)
         elif len(shape_of(step.node)) != len(scores.layout):
-            raise Refused("the scores are spread over more dimensions")
+            raise Refused("the scores are broadcast to more dimensions")
         scores = _rounded(step.effect(scores), step.node.meta["val"].dtype)
     return scores
 
@@ -526,4 +526,4 @@ def _check_effects(attention: Attention) -> None:
     for node in inside:  # its nodes may change their own values in place
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             if mutated_nodes([node]) - inside or len(node.all_input_nodes[0].users) > 1:
-                raise Refused(f"{node.name} changes what others read")
+                raise Refused(f"{node.name} changes a tensor that other ops read")

@@ -107,7 +107,7 @@ class Replacement:
             like = node.meta["val"]
             if steps(result.meta["val"]) != steps(like) and not _lay_out(result, like):
                 result.replace_all_uses_with(node)
-                raise Refused("its result lies in another order")
+                raise Refused("its result has other strides")
         except Refused:
             while node.prev is not before:
                 node.graph.erase_node(node.prev)

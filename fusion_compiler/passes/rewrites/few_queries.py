@@ -117,7 +117,7 @@ def _chunk(call: fx.Node) -> int:
     size = max(named[n].meta["val"].shape[-1] for n in ("key", "value"))
     fair = max(LEAST_CHUNK, _floor(hinted(batch) * heads * keys // PROGRAMS))
     chunk = min(fair, max(LEAST_CHUNK, TILE // _ceiling(size)), max(LEAST_CHUNK, _ceiling(keys)))
-    if not isinstance(_keys(call), int):  # a graph for one chunk would fit no other number of chunks
+    if not isinstance(_keys(call), int):  # a graph for one chunk would not fit other numbers of chunks
         chunk = min(chunk, _floor(keys // 2))
     return max(chunk, _ceiling(-(-keys // MOST_CHUNKS)))
 

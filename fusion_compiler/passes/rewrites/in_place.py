@@ -205,18 +205,18 @@ class _Writes:
         may not have the base's memory."""
         base, result = write.base, write.result
         if write.region is not base:
-            raise Refused("it is written through a view that is read besides")
+            raise Refused("it is written through a view that is also read")
         if base.op != "placeholder" and not (isinstance(base.target, OpOverload) and _has_own_memory(base)):
             raise Refused(f"{base.name} is not a tensor of the graph's own")
         if not has_strides(base) or metadata_of(base) != metadata_of(result) or _repeats(base):
-            raise Refused(f"{base.name} lies in memory in another way")
+            raise Refused(f"{base.name} has other strides")
         home = owner(base)
         if home in aliases(write.operands):
-            raise Refused(f"what is written is itself a view of {home.name}")
+            raise Refused(f"the written value is itself a view of {home.name}")
         after = self.after(result)
         kept = self.copies.get(home)
         if home.op == "placeholder" and (kept is None or kept not in after):
-            raise Refused(f"{home.name} is the caller's and stays as it is")
+            raise Refused(f"{home.name} belongs to the caller and must not change")
         output = self.graph.output_node()
         if home.op == "placeholder" and result is not kept and output in _readers(result):
             raise Refused(f"{result.name} is returned beside {home.name}")

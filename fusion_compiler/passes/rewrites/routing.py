@@ -86,16 +86,16 @@ def _sort_of(offsets: fx.Node, matrices: int) -> fx.Node:
     """Return the sort in offsets = cumsum(histc(sort(ids)[0])), one bin a number. Raises Refused."""
     total = _through(offsets, _CONVERSIONS)
     if total.target is not _aten.cumsum.default:
-        raise Refused("its offsets are no sums of counts")
+        raise Refused("its offsets are not running sums of counts")
     counts = _through(total.args[0], _CONVERSIONS)
     named = arguments(counts) if counts.target is _aten.histc.default else {}
     if (named.get("bins"), named.get("min"), named.get("max")) != (matrices, 0, matrices - 1):
-        raise Refused("its offsets are no sums of counts")
+        raise Refused("its offsets are not running sums of counts")
     numbers = _through(counts.args[0], _CONVERSIONS)
     sort = numbers.args[0] if numbers.target is operator.getitem and numbers.args[1] == 0 else None
     rising = isinstance(sort, fx.Node) and sort.target is _aten.sort.default
     if not isinstance(sort, fx.Node) or not rising or arguments(sort)["descending"]:
-        raise Refused("what its offsets count is not sorted there")
+        raise Refused("its offsets count rows that are not sorted")
     ids = sort.all_input_nodes[0]
     place = _through(ids, _VIEWS | _CONVERSIONS)
     source = place.args[0] if place.target is operator.getitem and place.args[1] == 1 else None
@@ -138,7 +138,7 @@ def _follow(routing: Routing, node: fx.Node, rows: Size, written: set[fx.Node]) 
     if _undoes(routing, node) or not _is_by_row(routing, node, rows):
         raise Refused(f"{node.name} depends on the order of rows")
     if _changes_the_sort(routing, node):
-        raise Refused(f"{node.name} writes into what was sorted")
+        raise Refused(f"{node.name} writes into the sorted rows")
     inside.add(node)
     over = node.args[1] if target is _aten.floor_divide.default else None
     if isinstance(over, int) and (share := routing.shares.get(node.all_input_nodes[0])):

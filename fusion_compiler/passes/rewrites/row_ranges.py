@@ -73,13 +73,13 @@ def _guarded(rows: Rows, sizes: Hints) -> str:
     now = hinted(rows.count)
     what = f"{rows.count} rows (now {now})"
     if not now:
-        raise Refused(f"how many {rows.count} are, data decides")
+        raise Refused(f"the number of {rows.count} depends on data")
     if rows.matrices < LEAST:
         raise Refused(f"{what} are multiplied by matrices of no more than {rows.matrices / 1e6:.1f} MB")
     if _is_bounded(rows.count):
         most = most_of(rows.count)
         if most is None:
-            raise Refused(f"{what} have bounds of the caller's, within which all are of one plan")
+            raise Refused(f"{what} stay within the caller's bounds, for which one plan suffices")
         return f"{what} are {most} at most, by the caller's bounds"
     low, high = (FEW_ROWS, None) if now > FEW_ROWS else _range(rows.count, now, sizes)
     guard_bool(rows.count > low)
@@ -101,7 +101,7 @@ def _range(count: torch.SymInt, now: int, sizes: Hints) -> tuple[int, int]:
             varies = all(any(low < n <= high for n in rows) for rows in near)
             if near and varies and low < now <= high:
                 return low, high
-    raise Refused(f"{count} rows (now {now}) come in steps larger than any range")
+    raise Refused(f"{count} rows (now {now}) grow in steps larger than any range")
 
 
 def _is_bounded(count: torch.SymInt) -> bool:

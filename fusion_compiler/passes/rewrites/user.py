@@ -142,7 +142,7 @@ def _place(
         raise Refused("nothing reads it")
     place = min(outside)
     if any(i >= place for i in inputs):
-        raise Refused(f"{place.name} reads one of its results before its inputs are there")
+        raise Refused(f"{place.name} reads one of its results before its inputs are computed")
     refuse_effects(between(min(ops), place, ()), "its ops")
     return place
 
