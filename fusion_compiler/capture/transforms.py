@@ -40,7 +40,7 @@ def check_functions(gm: fx.GraphModule) -> None:
     if _LOSES_GRADIENTS and any(_changes_a_result(node, gm) for node in gm.graph.nodes):
         raise LostBackwardError(
             function="an autograd.Function",
-            what="changes in place what it returns",
+            what="changes its result in place",
             instead="compute the result in new tensors, or use PyTorch 2.13",
         )
     if not any(_transforms(node) for node in gm.graph.nodes):
@@ -52,7 +52,7 @@ def check_functions(gm: fx.GraphModule) -> None:
             raise LostBackwardError(
                 function=f"autograd.Function {function.__name__}",
                 what="runs under torch.func or beside torch.autograd.grad",
-                instead="compile the function inside the transform's argument apart",
+                instead="compile the function that is transformed separately",
             )
 
 

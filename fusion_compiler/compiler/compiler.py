@@ -294,8 +294,7 @@ class Compiler:
             table = self.plans.verification
             return {c.name: verifier(c, plan.dag, runners[c.name], table, self.warned) for c in plan.clusters}
         if not any(isinstance(p, UserKernel) for p in self.patterns):  # with one, a kernel is compared
-            nothing = f"the clusters run as ATen ops on {target.kind}"
-            nothing += ": there is no kernel to compare them with"
+            nothing = f"the clusters run as ATen ops on {target.kind}, so there is no kernel to compare"
             todo = "run the kernels: on a GPU, or here with backend='interpret'"
             self.plans.verification.nothing = nothing
             self.warned.warn("verify", f"verify=True: {nothing}\n  what to do: {todo}")

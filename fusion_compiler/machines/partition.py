@@ -220,8 +220,8 @@ def link_table(machines: Sequence[Machine], links: Sequence[Link]) -> dict[tuple
             continue
         if not set(link.between) <= numbers.keys():
             raise MachinesError(
-                detail=f"a link names {' and '.join(link.between)}",
-                todo=f"the machines are {', '.join(numbers)}",
+                detail=f"a link connects {' and '.join(link.between)}, not two of the machines",
+                todo=f"name two of {', '.join(numbers)}",
             )
         a, b = (numbers[name] for name in link.between)
         table[a, b] = table[b, a] = link

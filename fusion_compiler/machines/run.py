@@ -165,7 +165,7 @@ class PipelineRunner:
             return 0
         state = faults.load(Path(folder), shared, self.rank)
         if state["plan"] != self.digest:
-            detail = f"the checkpoint in {folder} is of another plan ({state['card']}, not {self.digest})"
+            detail = f"the checkpoint {folder} belongs to another plan ({state['card']}, not {self.digest})"
             raise PipelineArgumentError(detail=detail)
         with torch.no_grad():
             for name, tensor in {**self.parameters, **self.buffers}.items():
@@ -202,7 +202,7 @@ class PipelineRunner:
         if not self.plan.training:
             raise PipelineArgumentError(detail="the plan is for inference")
         if stages % self.world or self.world != min(machines, stages):
-            detail = f"{stages} stages on {machines} machines, but {self.world} processes"
+            detail = f"{stages} stages on {machines} machines do not fit {self.world} processes"
             raise PipelineArgumentError(detail=detail)
 
     def _schedule(self) -> Any:

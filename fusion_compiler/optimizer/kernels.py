@@ -94,8 +94,8 @@ class Kernels:
         try:
             if len(formulas) >= MOST_FORMULAS:
                 raise Refused(
-                    f"its step has gone {len(formulas)} different ways, by {formulas[-1].guards}; a number "
-                    "that it hands to math.sqrt or the like is fixed in the kernel: x ** 0.5 is not"
+                    f"its step took {len(formulas)} different branches, by {formulas[-1].guards}; a number "
+                    "that it passes to math.sqrt and the like is a constant of the kernel: use x ** 0.5"
                 )
             traced = trace(self.optimizer, group, structure, values)
             alike = replace(structure, shape=(), attributes=())

@@ -103,7 +103,7 @@ def _run(what: str, function: Callable[[], Any]) -> Any:
         return function()
     except Exception as error:
         where = user_line(error)
-        todo = "correct the line above" if where is not None else "correct what it says"
+        todo = "correct the line above" if where is not None else "correct the reported error"
         raise UserCodeError(where, what=what, detail=brief(error), todo=todo) from error
 
 

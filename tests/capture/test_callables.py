@@ -172,7 +172,7 @@ def test_modes_are_names_of_options() -> None:
     assert Options.of(mode="max-autotune") == Options(cudagraphs=True, tune="all")
     without = Options.of(mode="max-autotune-no-cudagraphs", cudagraphs=False)
     assert without == Options(cudagraphs=False, tune="all")
-    with pytest.raises(ContradictoryOptionsError, match="means cudagraphs=True, but cudagraphs=False"):
+    with pytest.raises(ContradictoryOptionsError, match="sets cudagraphs=True, but cudagraphs=False"):
         fc.compile(torch.sin, mode="reduce-overhead", cudagraphs=False)
     with pytest.raises(InvalidOptionError, match="give mode one of default, reduce-overhead, max-"):
         fc.compile(torch.sin, mode="fastest")

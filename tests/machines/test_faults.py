@@ -123,7 +123,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
     for text in run(load_other, 2, tmp_path, str(tmp_path / "checkpoints")):
-        assert "is of another plan" in text
+        assert "belongs to another plan" in text
 
 
 def load_other(rank: int, folder: str) -> str:

@@ -377,7 +377,7 @@ def test_errors_say_what_is_wrong() -> None:
         fc.partition(
             model, args, machines=THREE, links=[fc.Link(1, 1, ("a", "b")), fc.Link(1, 1, ("a", "c"))]
         )
-    with pytest.raises(MachinesError, match="a link names a and x"):
+    with pytest.raises(MachinesError, match="a link connects a and x, not two of the machines"):
         fc.partition(model, args, machines=THREE, links=[LINK, fc.Link(1, 1, ("a", "x"))])
     with pytest.raises(MachinesError, match="cannot be cut before"):
         fc.partition(model, args, machines=THREE, links=LINK, cuts=("linear_1",))

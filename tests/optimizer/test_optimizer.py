@@ -498,7 +498,7 @@ def test_a_number_that_is_fixed_is_never_out_of_date() -> None:
         warnings.simplefilter("always")
         take_steps(pairs, 12, schedule, all_of_them=True)
     check(*pairs)
-    assert "different ways" in str(fused)
+    assert "different branches" in str(fused)
 
 
 def test_on_a_cpu_the_own_step_runs_and_says_so_once() -> None:

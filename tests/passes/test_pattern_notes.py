@@ -483,7 +483,7 @@ def test_the_page_on_patterns_does_what_it_says(
     out = capsys.readouterr().out
     promised = re.findall(r"^print\(.*\)  # (matched .*|done.*)$", code, re.MULTILINE)
     assert len(promised) == 3 and all(f"{text}\n" in out for text in promised)
-    shown = re.search(r"(?:^    .*\n)*^    the rewrite of pattern.*\n(?:^    .*\n)*", page, re.MULTILINE)
+    shown = re.search(r"(?:^    .*\n)*^    the replacement of pattern.*\n(?:^    .*\n)*", page, re.MULTILINE)
     assert shown is not None and textwrap.dedent(shown[0]) in out
     assert "squared_relu_backward  gradient of argument 0" in out
 

@@ -72,7 +72,7 @@ def test_the_page_is_small_and_carries_its_licences() -> None:
 
 
 def test_what_is_no_report_of_this_schema_is_refused() -> None:
-    with pytest.raises(ReportSchemaError, match="schema 1, and the page shows schema 2"):
+    with pytest.raises(ReportSchemaError, match="schema 1, but this page shows schema 2"):
         page({**report_of(1), "schema": 1})
     report = report_of(1)
     report["totals"]["us_after"] = float("nan")

@@ -149,7 +149,7 @@ def check_numbers(pattern: Pattern) -> None:
     with apart():
         first, second = constants(WILDCARD), constants(WILDCARD + 0.0137)
     if first != second:
-        detail = "it computes with a float argument in Python: make what it needs an argument"
+        detail = "it computes with a float argument in Python: pass the computed number as an argument"
         raise InvalidPatternError(pattern=pattern.name, detail=detail)
 
 
