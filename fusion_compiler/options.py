@@ -66,8 +66,8 @@ class Options:
     memory: a limit for the peak of a backward pass, arguments aside: "fast" for the use that costs almost no
         time, a fraction of that (0.0 to 1.0), or bytes. Fewer values are saved then, and others computed
         again, until an estimate is within the limit; if none is, the least is taken, and the plan says so.
-    products: matrix products with many rows in one kernel with what is behind them: "auto" where that was
-        measured to be faster, on devices of which measurements are known; "measured" on any device;
+    products: matrix products with many rows in one kernel with the ops after them: "auto" where that was
+        measured to be faster, on devices with measurements; "measured" on any device;
         "always" wherever it is possible. Without a GPU predictions decide.
     progress: show on a terminal what a compilation that takes longer than a second is doing.
     disable: names of passes to leave out, as `fusion-compiler passes` lists them.

@@ -77,7 +77,7 @@ def _saved(stretch: tuple[int, int, int]) -> int:
 
 
 def _periods(keys: Sequence[str | None]) -> list[int]:
-    """Return the most frequent distances between equal calls of which there are few, most frequent first."""
+    """Return the most frequent distances between equal calls, the most frequent one first."""
     places: dict[str, list[int]] = {}
     for i, key in enumerate(keys):
         if key is not None:

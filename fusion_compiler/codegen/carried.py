@@ -138,7 +138,7 @@ class Softmax:
         e.add(Assign((top,), new_max))
 
     def merge(self, e: RowTiles, state: Sequence[Var], parts: Sequence[Expression]) -> None:
-        """Assign the state of all parts, each of which has the elements of one program or lane."""
+        """Assign the state of all parts. Each part has the elements of one program or lane."""
         top, total = state
         tops, totals = parts
         e.add(Assign((top,), e.along(tl.max, tops)))

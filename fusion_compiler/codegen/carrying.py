@@ -163,7 +163,7 @@ class CarryingEmitter(ChainEmitter):
         self.span, self.holding = None, frozenset()
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
-        """Return the conditions outside of which no term changes any of some reductions."""
+        """Return the conditions that hold for every term that changes any of some reductions."""
         common: Bounds | None = None
         for node in map(self.reduction, numbers):
             neutral = 0 if node.combine == "sum" else PEAKS.get(node.combine, math.nan)

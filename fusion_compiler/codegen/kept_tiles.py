@@ -93,7 +93,7 @@ class KeptTiles(Emitter):
             self.tile(number)
 
     def needed_by(self, numbers: Iterable[int]) -> set[int]:
-        """Return some nodes and all of which they are computed."""
+        """Return some nodes and all nodes that they are computed from."""
         needed, stack = set[int](), list(numbers)
         while stack:
             number = stack.pop()

@@ -120,14 +120,14 @@ class Emitter:
         self.fixed_numbers: dict[str, Expression] = {}  # of loops, where it is not their variable
         self.scopes = [Scope([])]
         self.depth = 0  # of the block to which statements are added
-        self.needed = set[int]()  # nodes of which the program stores something
+        self.needed = set[int]()  # nodes that the program stores, or a part of them
         self.ready: Mapping[int, Var] = {}  # nodes that another function has computed
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
         self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
 
     @property
     def lanes(self) -> tuple[Leaf, ...]:
-        """Return the leaves of which a tile has the elements, in the order of its dimensions."""
+        """Return the leaves that a tile's dimensions run over, in their order."""
         return self.where.lanes
 
     @property
@@ -178,7 +178,7 @@ class Emitter:
         return _axes(index).union(*(self.node_axes[~key] for key, _ in index.terms if key < 0))
 
     def place_grid(self, number: Expression) -> None:
-        """Assign each axis of the grid its element, of which the last varies fastest."""
+        """Assign each axis of the grid its element. The last axis varies fastest."""
         left = number.to(torch.int64) if self.wide else number
         grid = [leaf for leaf in self.where.grid if not self.where.is_single(leaf)]
         for leaf in reversed(grid):

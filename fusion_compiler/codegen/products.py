@@ -115,7 +115,7 @@ class ProductEmitter(WordEmitter):
         return Terms.of(matrix, vectors, number not in self.fp16)
 
     def _parts(self, number: int) -> int:
-        """Return the parts of which each sum is the total."""
+        """Return the parts that each sum adds up."""
         return 1 if self._is_apart(number) else self._terms(number).parts
 
     def _split(self, number: int) -> int:

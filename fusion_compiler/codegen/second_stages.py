@@ -247,7 +247,7 @@ def _counter(number: int, blocks: Dim = 1) -> Buffer:
 
 
 def split_of(run: Run, numbers: Iterator[int], tickets: Iterator[int]) -> Split:
-    """Return the reductions of which programs store parts. numbers, tickets: the numbers in the names of
+    """Return the reductions whose parts programs store. numbers, tickets: the numbers in the names of
     buffers and counters."""
     analysis, placement, leaves, sharing = run.a, run.placement, run.leaves, run.sharing
     loops = analysis.loops
@@ -361,7 +361,7 @@ def _placement_of_rows(nest: LoopNest) -> Placement:
 
 
 def _placement_of_products(nest: LoopNest) -> Placement:
-    """Return the placement of a nest that adds up the parts of many results, of which each has few."""
+    """Return the placement of a nest that adds up many results with few parts each."""
     height, width, warps = TILE
     parts = prod(padded(axis.size) for axis in nest.axes if axis.group == ROWS and isinstance(axis.size, int))
     return _in_tiles(nest, height, max(width, height * width // parts), warps)

@@ -59,7 +59,7 @@ def breaks_since(reasons_before: int, began: int, called: str) -> tuple[GraphBre
     """Return the graph breaks that were recorded since a moment.
 
     reasons_before: how many of `graph_break_reasons` there were. began: nanoseconds of the clock then.
-    called: the name of the function that was called, for breaks of which TorchDynamo records no place.
+    called: the name of the function that was called, for breaks whose place TorchDynamo does not record.
     """
     breaks = [_of(r.reason, r.user_stack) for r in graph_break_reasons[reasons_before:]]
     for m in get_compilation_metrics():

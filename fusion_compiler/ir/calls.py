@@ -1,4 +1,4 @@
-"""Find the ATen call of the uncompiled model of which a node of a captured graph is a piece.
+"""Find the ATen call of the uncompiled model that a node of a captured graph belongs to.
 
 Tracing notes what it takes apart: below autograd the operator (`original_aten`), and throughout the node
 of the model's own graph (`from_node`). An operator that eager computes in one call may be taken apart above
@@ -22,7 +22,7 @@ _MARK = "fusion_compiler.call"  # of a backward node: the node of the model whos
 
 @dataclass(frozen=True, slots=True)
 class EagerCall:
-    """A call is the ATen call of the uncompiled model of which an op is a piece.
+    """The ATen call of the uncompiled model that an op belongs to.
 
     target: its operator's name. key: tells two calls of one operator apart. backward: made by autograd.
     """
@@ -38,7 +38,7 @@ def name_of(operator: Any) -> str:
 
 
 def call_of(node: fx.Node) -> EagerCall | None:
-    """Return the call of which a node is a piece, or None for a node that stems from no ATen call."""
+    """Return the ATen call that a node belongs to, or None for a node that stems from no ATen call."""
     original = node.meta.get("original_aten")
     if original is None:
         return None
@@ -81,7 +81,7 @@ def _mark_sums(joint: fx.Graph) -> None:
         marks = {n.meta.get(_MARK) for n in node.users}
         if len(marks) == 1 and None not in marks:
             node.meta[_MARK] = marks.pop()
-    held: dict[fx.Node, set[object]] = {}  # of which operators a sum holds gradients
+    held: dict[fx.Node, set[object]] = {}  # for each sum, the operators whose gradients it adds up
     for node in sums:
         operands = [
             held.get(n) or ({n.meta[_MARK]} if _MARK in n.meta else set[object]())

@@ -128,6 +128,6 @@ class Program:
 
     @property
     def alignment(self) -> int:
-        """Return the bytes of which the addresses of inputs must be a multiple; otherwise the launcher takes
+        """Return the alignment in bytes that the addresses of inputs need; otherwise the launcher takes
         another build."""
         return max(16, self.word)

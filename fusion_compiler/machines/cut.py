@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 Pair = tuple[float, float]
 MOST_ORDERS = 200  # of machines, that are compared
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, 3.0, 5.0)  # of the bottleneck, for a shorter sum
-SEEDS = 5  # of which the cuts are moved
+SEEDS = 5  # choices whose cuts are moved
 MOVES = (-4, -3, -2, -1, 1, 2, 3, 4)  # of cuts, in groups
 
 

@@ -179,7 +179,7 @@ def save(folder: Path, step: int, rank: int, state: dict[str, Any]) -> None:
 
 
 def saved_steps(folder: Path, rank: int) -> list[int]:
-    """Return the steps of which this process's part is complete."""
+    """Return the steps whose part of this process is complete."""
     return sorted(
         int(file.parent.name.removeprefix("step-")) for file in folder.glob(f"step-*/process-{rank}.pt")
     )

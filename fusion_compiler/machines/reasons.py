@@ -17,7 +17,7 @@ from fusion_compiler.machines.workload import module_path
 
 CUT, EQUAL_LAYERS, REPEATED, TIED = "cut", "equal layers", "computed again", "tied parameter"
 ALONE, SHARED = "one machine", "shared buffer"
-NEIGHBOURS = 40  # groups on either side of a cut, of which the best is shown
+NEIGHBOURS = 40  # groups on either side of a cut; the best one is shown
 
 
 def reasons(

@@ -68,7 +68,7 @@ def refuses_node(node: fx.Node) -> bool:
 
 
 def checks_of(target: object) -> tuple[Callable[[Arguments], Any], ...]:
-    """Return the checks of an operator, each of which is True for arguments that eager refuses."""
+    """Return the checks of an operator. A check is True for arguments that eager refuses."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return ()
     return (*_CHECKS.get(target._opname, ()), *_CHECKS.get(f"{target._opname}.{target._overloadname}", ()))

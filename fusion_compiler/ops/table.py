@@ -569,7 +569,7 @@ _LAYOUTS = (
     *_layout(aten.flip.default, form=Form.REVERSAL, linear=_OF_SELF),
 )
 
-# Operations of each element and tap, of which `ir/dag.py` counts how many there are.
+# Operations of each element and tap. `ir/dag.py` counts the taps.
 _CONVOLUTIONS = tuple(OpSpec(target, Kind.CONTRACTION, flops=2) for target in depthwise.CALLS)
 
 _POOLING = (

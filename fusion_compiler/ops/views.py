@@ -42,7 +42,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Selected:
-    """The result lacks dimension `dim` of the operand, of which it is the element `index`."""
+    """The result is element `index` of the operand along `dim`, and lacks that dimension."""
 
     dim: int
     index: Size
@@ -155,7 +155,7 @@ VIEWS: Mapping[OpOverload, Reader] = {
         _reshaped,
     ),
 }  # fmt: skip
-# Views of several results, each of which is a part of the operand.
+# Views of several results. Each result is a part of the operand.
 SPLITS: Mapping[OpOverload, Reader] = {
     aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes, aten.unbind.int: _unbind,
 }  # fmt: skip

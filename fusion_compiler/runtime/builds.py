@@ -135,7 +135,7 @@ def _prepare_keys() -> None:
     """Compute once what is part of every kernel's key, in 0.3 s in which other threads run.
 
     Triton hashes itself a megabyte at a time. Beside a thread that is busy in Python, each megabyte would
-    wait for the interpreter's whole switch interval: 2 s in all, of which whoever needs a key sees the rest.
+    wait for the interpreter's whole switch interval: 2 s in all, and a caller of a key waits for the rest.
 
     The functions that kernels call get their keys one after another: Triton counts a global constant of
     theirs in a kernel's key where they had one before, else not: another process would not find the kernel.

@@ -226,7 +226,7 @@ class Recordings:
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
         predicted = None
-        if reason is None and terms is not None and not form.sizes:  # of which each is judged by itself
+        if reason is None and terms is not None and not form.sizes:  # each size is judged by itself
             predicted = terms(None)
             reason = predicted.refusal if info.phase is Phase.INFERENCE else None
         if terms is not None and info.phase is not Phase.BACKWARD and not _writes(gm):

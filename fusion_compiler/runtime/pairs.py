@@ -23,7 +23,7 @@ BACKWARD_IS_NOT = "its backward is not recorded, and gives back what is saved as
 SLOWER_HOST = 2.0  # launches take as many times the prediction on slow or busy hosts (2.2 ms for 1.3)
 SLOWEST_HOST = 4.0  # the same, for a host on which CUDA graphs may still pay, so that they are tried
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
-TIMED = 3  # steps of each kind, of which the fastest counts
+TIMED = 3  # steps of each kind; the fastest one counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 

@@ -1,4 +1,4 @@
-"""Record CUDA graphs of which callers notice nothing but their speed: every result is the caller's own.
+"""Record CUDA graphs that change nothing for callers except the speed: every result is the caller's own.
 
 A `Recorder` has the CUDA graphs of one captured graph. Each of them reads parameters, buffers and what a
 forward pass has saved where these lie, and copies the other arguments into memory of its own. Its results are

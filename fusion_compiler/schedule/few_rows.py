@@ -72,7 +72,7 @@ TALL = Tile(64, 256, 4, 3), Tile(32, 256, 4, 4), Tile(128, 128, 8, 3), Tile(16, 
 SHORT = Tile(16, 512, 4, 3), Tile(32, 256, 4, 4), Tile(16, 1024, 8, 3), Tile(16, 256, 4, 4)
 LONG = Tile(16, 512, 4, 3), Tile(16, 1024, 8, 3), Tile(32, 256, 4, 4), Tile(16, 256, 4, 4)
 FEW_TERMS = 4096
-WAVES = 32  # rows of a matrix for each multiprocessor of which programs have several waves
+WAVES = 32  # rows of a matrix for each multiprocessor, from which on programs run in several waves
 # Tiles for threads: sums that one keeps, over its rows and vectors, and words that it loads at once, over its
 # rows and matrices.
 SUMS, WORDS = 64, 24
@@ -100,7 +100,7 @@ TURNED = ((128, 2), (64, 2), (128, 1), (128, 4), (64, 4), (256, 2), (32, 4))
 # trip to L2 one, but then one program reads what a grid would read, at 64 bytes per cycle: half a us.
 MOST_PARTIALS = 16384
 UNDIVIDED = 4 * WORD, 2 * WORD  # rows of programs that have all terms: two or four words, whole sectors
-TURNED_WORDS = 8  # words of a thread's tile, all of which it loads at once
+TURNED_WORDS = 8  # words of a thread's tile, which it loads at once
 MOST_WARPS = 16
 FEW_WARPS, TURN_WARPS = 8, 4  # of threads that multiply: warps with all terms, and warps that loop over them
 # (terms, rows, warps, programs for each multiprocessor) of threads that go through the terms of many sums in
@@ -272,7 +272,7 @@ class Draft:
         return name, size
 
     def cut(self, name: str, size: Dim, inner: int, place: Place = Place.GRID) -> str:
-        """Return the part of an axis of which a tile has `inner` elements. place: of the other part."""
+        """Split an axis into parts of `inner` elements, and return the inner axis. place: the outer one's."""
         if isinstance(size, int) and size <= inner:
             return name
         self.cuts.append(Split(name, inner))

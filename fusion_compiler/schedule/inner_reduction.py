@@ -21,7 +21,7 @@ from fusion_compiler.schedule.shapes import padded, powers, warps_of
 
 WARPS = 64  # warps that a multiprocessor holds
 TALLEST = 2048  # columns of a tile of several rows that are adjacent in memory
-MOST_PARTIALS = 16384  # partial results of a sum over rows, all of which one program reads at the end
+MOST_PARTIALS = 16384  # partial results of a sum over rows; one program reads them all at the end
 
 
 def suits(a: Analysis) -> bool:

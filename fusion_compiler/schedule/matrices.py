@@ -2,7 +2,7 @@
 
     y[m, n] = sum(a[m, k] * b[k, n], {k})
 
-A product of which one factor has few rows takes as long as the other factor is read (`schedule.products`).
+A product with one factor of few rows takes as long as the other factor is read (`schedule.products`).
 This one reads each element of both many times, and is bound by the arithmetic of tensor cores.
 """
 

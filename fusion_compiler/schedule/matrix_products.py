@@ -63,7 +63,7 @@ SIDES = (
 )  # fmt: skip
 # (terms of a turn, turns whose factors are in shared memory), best first: the first that fits.
 BLOCKS = (64, 4), (64, 3), (32, 4), (32, 3), (32, 2)
-SHALLOW = BLOCKS[2:]  # where both factors pass through registers, of which deeper blocks need more
+SHALLOW = BLOCKS[2:]  # if both factors pass through registers, as deeper blocks need more of these
 LEAST = min(tall for tall, _, _ in SIDES)  # rows or columns of a tile
 
 

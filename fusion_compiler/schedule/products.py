@@ -1,4 +1,4 @@
-"""Products of few rows in a loop nest: sums of the products of two factors, one of which has axes that the
+"""Products of few rows in a loop nest: sums of the products of two factors, where one has axes that the
 other lacks.
 
     y[m, n] = sum(x[m, k] * w[n, k], {k})
@@ -78,7 +78,7 @@ class Products:
     is_turned: neighbours in memory lie along `wide`, and not along `terms`.
     replicated: the names of the reductions that each program makes by itself, since its part of a turned
     matrix is multiplied by what waits for all terms of a vector.
-    sizes: the sizes of all axes, of which some are estimates.
+    sizes: the sizes of all axes; some are estimates.
     """
 
     sums: tuple[int, ...]

@@ -139,7 +139,7 @@ class _Separated(Rebuilt):
         return self.sums[key]
 
     def parts(self, terms: Terms, number: int) -> list[Part]:
-        """Return the products of which a node is the sum. Raises _NoPart."""
+        """Return the products whose sum a node is. Raises _NoPart."""
         node, new = self.loops.nodes[number], self.numbers.get(number, -1)
         if self.loops.node_axes[number].isdisjoint(terms.reduce.axes):
             return [Part(out=(new,))]

@@ -97,7 +97,7 @@ class SharedReductions:
             node, name = self.loops.nodes[n], self.loops.names[n]
             assert isinstance(node, Reduce)
             if accumulator_dtype(node).itemsize != 4:
-                return f"{name} has {node.dtype}, of which no message has room for a value"
+                return f"{name} has {node.dtype}, whose values do not fit in a message"
             kept = [leaf for leaf in self.where.depends[n] if leaf.place in (Place.LANES, Place.LOOP)]
             if kept:
                 return f"{name} has a value for each element of {kept[0].name}, and programs exchange one"

@@ -99,7 +99,7 @@ def refusal_of(
 
 
 def _unfinished(run: Run) -> str | None:
-    """Return why a second stage cannot finish the reductions of which programs with products have parts."""
+    """Return why a second stage cannot finish the partial reductions of programs with products."""
     loops, last = run.a.loops, run.where.last_group()
     on_grid = {axis for leaf in run.leaves if leaf.place is Place.GRID for axis in leaf.members}
     reductions = {n: node for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}

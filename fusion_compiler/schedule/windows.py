@@ -58,7 +58,7 @@ class Windows:
 
 def windows_of(loops: LoopNest) -> Windows | None:
     """Return the windows of a nest; None if it has none of known size, if it does not reduce inner axes
-    alone, or if neighbours in memory lie along taps, of which no tile has several."""
+    alone, or if neighbours in memory lie along taps, as no tile has several taps."""
     if not _reduces_inner_alone(loops):
         return None
     sizes = [hint(axis.size) for axis in loops.axes]
@@ -133,7 +133,7 @@ def _neighbours(
 
 
 def _remainders(loops: LoopNest) -> dict[int, int]:
-    """Return the axes of coordinates of which a remainder is taken, and by what."""
+    """Return the axes of coordinates with a remainder, and the divisor."""
     divisors: dict[int, int] = {}
     for node in loops.nodes:
         if is_applied(node, REMAINDER):

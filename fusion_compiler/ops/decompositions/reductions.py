@@ -26,7 +26,7 @@ from fusion_compiler.ops.own import running
 aten = torch.ops.aten
 
 LARGE = 1 << 24  # elements that no cache holds until they are read again
-SAMPLE = 64  # rows of which one is looked at beforehand
+SAMPLE = 64  # one of so many rows is read beforehand
 # Top-k of more elements stays a library call: each adds a search, two reductions, to the kernel, and lowering
 # stores no more of them beside a row.
 MOST_SEARCHED = 8

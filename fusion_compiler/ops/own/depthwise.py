@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from fusion_compiler.ops.own.channel_order import order_of_result
 from fusion_compiler.ops.own.define import define
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of which a library's results lie as these do
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes whose library results have these strides
 
 _aten = torch.ops.aten
 _GEOMETRY = "SymInt[] stride, SymInt[] padding, SymInt[] dilation"

@@ -1,4 +1,4 @@
-"""Multiply rows by matrices of which each row chooses one, as a mixture of experts does.
+"""Multiply each row by the matrix that it chooses, as a mixture of experts does.
 
 This is one operator, so that the chosen matrices are never gathered in memory: a cluster that holds it reads
 them where they are (`passes.lower.products`), and a call of it is PyTorch's grouped product.

@@ -27,7 +27,7 @@ from fusion_compiler.schedule.work import BufferInfo
 
 # As GEMM_SHARE, for attention: eight causal layers of 4 x 2048 x 32 x 64, measured 1.6 ms.
 ATTENTION_SHARE = 0.35
-# Products of few rows, each of which reads its matrix, reach this share of bandwidth: a token of a Llama-1B
+# Products of few rows read a whole matrix each, and reach this share of bandwidth: a token of a Llama-1B
 # shape takes 81 of them, 1.06 ms for the 0.58 ms of streaming them; a chain of long ones reaches 0.68.
 FEW_ROWS_SHARE = 0.68
 # Such a launch takes at least so long: GPT-2 medium's 96 products of a token, of 2 to 8 MB, take 4.3 to
@@ -53,7 +53,7 @@ def cost_of(
     hints: Mapping[sympy.Symbol, int] = NO_HINTS,
     analysis: Analysis | None = None,
 ) -> Cost:
-    """Predict the cost of one cluster's kernel: the least of its schedules, of which legality has found some.
+    """Predict the cost of one cluster's kernel: the least of its schedules. Legality ensures that it has one.
 
     buffers: every buffer that the nest loads or stores. hints: the values of symbolic sizes to plan for.
     """

@@ -168,7 +168,7 @@ def windows(a: Analysis, device: DeviceSpec) -> str | None:
     from_data, once = list[bool](), list[frozenset[frozenset[int]]]()
     for i, (node, axes) in enumerate(zip(loops.nodes, loops.node_axes, strict=True)):
         if isinstance(node, Scan) or (isinstance(node, Reduce) and INNER not in a.reduced_groups(i)):
-            return f"{loops.names[i]} needs whole rows, of which sums over inner axes have none"
+            return f"{loops.names[i]} needs whole rows, which sums over inner axes do not have"
         if a.windows is None:
             continue
         once.append(frozenset[frozenset[int]]().union(*(once[o] for o in operands_of(node))))

@@ -1,7 +1,7 @@
 """Bytes and times of the ATen calls of eager: the data-movement analysis of Ivanov et al. (2021).
 
 An operator of the graph is often a piece of what eager computes in one call (a softmax is five of them).
-Each op says of which call it is a part (`Op.call`), so that what a plan saves is counted against the calls
+Each op names the call that it is a part of (`Op.call`), so that a plan's saving is counted against the calls
 that eager makes and not against their pieces.
 """
 

@@ -205,7 +205,7 @@ class Why:
         return apart(a, b, "cost", reason, gain, False, tensors)
 
     def _call_reason(self, a: Unit, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
-        """Return (rule, reason) of a pair of which one or both are ATen calls."""
+        """Return (rule, reason) of a pair with one or two ATen calls."""
         call = calls[0]
         op = self.dag.op(call.name)
         name = short_name(op.target).strip("_")

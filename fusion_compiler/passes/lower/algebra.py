@@ -1,5 +1,5 @@
 """Algebraic simplification of loop nests: closed forms of sums over known positions, common factors of sums,
-and sums of which several sums are made."""
+and sums that several sums are computed from."""
 
 from __future__ import annotations
 

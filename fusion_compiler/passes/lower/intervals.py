@@ -1,4 +1,4 @@
-"""Compute with ranges of integers: (smallest, largest), of which either may be a symbolic size.
+"""Compute with ranges of integers: (smallest, largest). Either may be a symbolic size.
 
 An expression of the operator table is evaluated on ranges of its arguments.
 """

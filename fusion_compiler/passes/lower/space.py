@@ -102,7 +102,7 @@ class Space:
         return tuple(coords)
 
     def tensor_coords(self) -> Coords:
-        """Return the coordinates of the tensor of which the anchor is a piece, or of the anchor itself."""
+        """Return the coordinates of the tensor that the anchor is a piece of, or of the anchor itself."""
         split, piece = self.index_split, self.identity()
         return piece if split is None else split.tensor_coords(piece, len(self.axes))
 

@@ -66,7 +66,7 @@ def _part_of(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter |
 
 
 def _one_of_each(node: fx.Node, looked: Lookups, written: set[fx.Node]) -> Emitter | None:
-    """Return the emitter for a lookup by two indices of which one counts the rows that the other chooses
+    """Return the emitter for a lookup by two indices, where one counts the rows that the other chooses
     from."""
     indices = dict(looked.indices)
     dims, shape = [*indices], arguments(node)[looked.operand].meta["val"].shape

@@ -106,7 +106,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Softmax:
-    """A softmax over the dimension `over` of `scores`. inside: its nodes, of which `result` is the last."""
+    """A softmax over the dimension `over` of `scores`. inside: its nodes; `result` is the last."""
 
     scores: fx.Node
     over: int

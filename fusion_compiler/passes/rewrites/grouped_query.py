@@ -79,7 +79,7 @@ def _refusal(call: fx.Node) -> str:
 
 
 def repeated(heads: fx.Node) -> fx.Node | None:
-    """Return the [batch, heads / n, length, size] tensor of which `heads` repeats each head, or None."""
+    """Return the [batch, heads / n, length, size] tensor whose heads `heads` repeats, or None."""
     if heads.target is _aten.repeat_interleave.self_int:
         named = arguments(heads)
         rank = heads.meta["val"].dim()

@@ -147,7 +147,7 @@ class _Write:
 
 
 class _Writes:
-    """The writes of one graph, each of which is edited after those before it."""
+    """The writes of one graph, which are edited in their order."""
 
     def begin(self, nodes: Nodes) -> str:
         self.graph = next(iter(nodes.values())).graph

@@ -46,7 +46,7 @@ def _positive(shape: Sequence[int]) -> Tensor:
 
 
 def _halves(shape: Sequence[int]) -> Tensor:
-    """Draw numbers of which many are equal and many lie where rounding and comparisons change; zeros have
+    """Draw numbers, many equal and many at points where rounding and comparisons change; zeros have
     either sign."""
     return torch.randint(0, 5, shape) / 2 * _signs(shape)
 

@@ -55,7 +55,7 @@ def replace_patterns(patterns: Sequence[Pattern], check: Check | None = None) ->
 
 
 def check_reachable(patterns: Sequence[Pattern]) -> None:
-    """Raise PatternConflictError for two patterns of the same op, of which the later never applies."""
+    """Raise PatternConflictError if two patterns claim the same op, since the later one never applies."""
     chosen = [p for p in patterns if isinstance(p, Rewrite | UserKernel)]
     for i, later in enumerate(chosen):
         dag = traced_above_autograd(later).dag
