@@ -179,7 +179,7 @@ class _Once:
     def copy_backward(
         self, k: int, nodes: dict[fx.Node, fx.Node], tangents: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients of what block `k` reads. nodes: those that `copy_forward` returned."""
+        """Return the gradients of what block `k` reads. nodes: the nodes that `copy_forward` returned."""
         forward, second, backward = self._forward, self._second, self._backward
         if forward is None or second is None or backward is None:
             raise UnlikeError("no backward was traced that could be copied")

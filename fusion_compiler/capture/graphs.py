@@ -136,7 +136,7 @@ def written_arguments(node: fx.Node) -> list[Any]:
 
 
 def between(first: fx.Node, last: fx.Node, inside: Collection[fx.Node]) -> list[fx.Node]:
-    """Return the nodes from `first` on and before `last`, without those of `inside`."""
+    """Return the nodes from `first` on and before `last` that are not in `inside`."""
     nodes: list[fx.Node] = []
     while first is not last:
         nodes += [] if first in inside else [first]
@@ -258,7 +258,7 @@ def _strides(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def erase_unused(nodes: set[fx.Node]) -> None:
-    """Erase those pure nodes of `nodes` that nothing reads any more."""
+    """Erase the pure nodes among `nodes` that nothing reads any more."""
     for node in sorted(nodes, reverse=True):
         if not node.users and is_pure(node):
             node.graph.erase_node(node)

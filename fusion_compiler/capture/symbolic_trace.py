@@ -276,8 +276,7 @@ def _check_graph(traced: fx.GraphModule) -> None:
 
 
 def _by_first_use(traced: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Order the placeholders by their first use, drop those that are never read, and return the inputs in
-    that order."""
+    """Order the placeholders by their first use, drop unused ones, and return the inputs in that order."""
     placeholders = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     used = [n for node in traced.graph.nodes for n in node.all_input_nodes if n in placeholders]
     order = list(dict.fromkeys(used))

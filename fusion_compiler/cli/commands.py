@@ -91,7 +91,7 @@ and compares it with eager.""",
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. arguments: those after the program's name."""
+    """Run one command and return its exit code. arguments: the words after the program's name."""
     try:
         chosen = parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has printed help, or what was wrong

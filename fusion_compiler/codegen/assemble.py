@@ -68,7 +68,7 @@ FIRST = Literal(0)  # the number of the only program
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature holds the buffers of a program by role; sizes and derived are those of `Program`."""
+    """A signature holds the buffers of a program by role; sizes and derived: as in `Program`."""
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]

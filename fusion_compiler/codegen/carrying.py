@@ -69,8 +69,8 @@ class Running:
 class CarryingEmitter(ChainEmitter):
     """Emits a nest in which some reductions are carried.
 
-    bases: the maxima and minima that they read. waits: by node, those on which it depends. running: those of
-    the loop that is open. dots: the products of two tiles.
+    bases: the maxima and minima that they read. waits: the bases that each node depends on. running: the open
+    loop's bases. dots: the products of two tiles.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
     plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
     span: the part of a loop that is emitted. holding: the conditions that hold in it.
@@ -117,7 +117,7 @@ class CarryingEmitter(ChainEmitter):
         return self.among(self.depends[node.operand] | self.where.reduced_by(node))
 
     def fitted(self, tile: Tile, lanes: tuple[Leaf, ...]) -> Tile:
-        """Return a tile of some dimensions in those that are emitted now."""
+        """Return a tile of some dimensions, reshaped to the dimensions that are emitted now."""
         before, now = ([leaf.lanes if leaf in tile.lanes else 1 for leaf in of] for of in (lanes, self.lanes))
         if not tile.is_block or before == now:
             return tile
@@ -133,7 +133,7 @@ class CarryingEmitter(ChainEmitter):
         return tile
 
     def keep(self, number: int, tile: Tile) -> None:
-        """Let a reduction be read in the open block. Its dimensions are those that are emitted now."""
+        """Let a reduction be read in the open block. It has the dimensions that are emitted now."""
         self.used.setdefault(number, {})[self.lanes] = None
         self.scopes[self.depth].tiles[self.key(number)] = tile
 
@@ -369,7 +369,7 @@ class CarryingEmitter(ChainEmitter):
 
 @dataclass(frozen=True)
 class _Exponents(Values[Expression]):
-    """Values that are expressions of the open block. axes: those along which x varies."""
+    """Values that are expressions of the open block. axes: the axes along which x varies."""
 
     emitter: CarryingEmitter
     axes: frozenset[int]

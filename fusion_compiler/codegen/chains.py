@@ -81,7 +81,7 @@ class ChainEmitter(KeptTiles):
         return Goal(loops, (number,), partial(self.store_partial, number, of))
 
     def reach(self, goals: Sequence[Goal], loops: Sequence[Leaf]) -> None:
-        """Emit some goals in the open block. loops: those that are not open, the outermost one first."""
+        """Emit some goals in the open block. loops: the loops that are not open, the outermost one first."""
         if not goals:
             return
         if not loops:

@@ -123,7 +123,7 @@ class Emitter:
         self.needed = set[int]()  # nodes that the program stores, or a part of them
         self.ready: Mapping[int, Var] = {}  # nodes that another function has computed
         self.at: dict[Leaf, int] = {}  # the elements of unrolled leaves that are emitted now
-        self.other_lanes: object = None  # the dimensions of tiles emitted now, if not those of all others
+        self.other_lanes: object = None  # the dimensions of tiles emitted now, if they are special
 
     @property
     def lanes(self) -> tuple[Leaf, ...]:
@@ -174,7 +174,7 @@ class Emitter:
     # -- leaves ----------------------------------------------------------------------------------------
 
     def axes_of(self, index: Index) -> frozenset[int]:
-        """Return the axes over which an index varies, also those of nodes that are indices."""
+        """Return the axes over which an index varies, including axes of nodes that are indices."""
         return _axes(index).union(*(self.node_axes[~key] for key, _ in index.terms if key < 0))
 
     def place_grid(self, number: Expression) -> None:
@@ -638,14 +638,14 @@ class Emitter:
         return Tile(value, lanes, True)
 
     def condition(self, number: int) -> list[Tile] | None:
-        """Return the conditions that make up a node, without those that hold; None if one does not."""
+        """Return the conditions that make up a node, without any that always hold; None if one never does."""
         value = self.literal(number)
         if value is not None:
             return [] if value else None
         return [self.tile(part) for part in self.parts(number)]
 
     def parts(self, condition: int) -> list[int]:
-        """Return the nodes whose conjunction a condition is, without those that hold."""
+        """Return the nodes whose conjunction a condition is, without nodes that always hold."""
         return [part for part in conjuncts_of(self.loops.nodes, condition) if self.literal(part) is not True]
 
     def access(
@@ -858,7 +858,7 @@ class Emitter:
         return None if value is None else operand_of(node, "self" if value else "other")
 
     def in_tile(self, number: int) -> list[int]:
-        """Return a node and those that it is computed of without a reduction, operands first."""
+        """Return a node and the nodes that it is computed from without a reduction, operands first."""
         return sorted(with_operands(self.loops, (number,), self.reductions))
 
     def is_dead(self, number: int) -> bool:
@@ -1068,8 +1068,10 @@ class Emitter:
         self.put(value, store.buffer, index, self.axes_of(store.index), conditions, store.value)
 
     def by_one(self, leaves: frozenset[Leaf]) -> list[Tile]:
-        """Return the condition that one of several programs with the same value stores it. leaves: those on
-        which the store depends."""
+        """Return the condition that one of several programs with the same value stores it.
+
+        leaves: the leaves on which the store depends.
+        """
         shared = [leaf for leaf in self.where.grid if leaf.place is Place.SHARED and leaf not in leaves]
         return [Tile(self.element(leaf).value.eq(0)) for leaf in shared]
 

@@ -142,7 +142,7 @@ class RowEmitter(RowTiles):
         return [self.reduction(n).operand for n in self.a.across_rows]
 
     def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
-        """Return the nodes that a pass needs, those of rows computed."""
+        """Return the nodes that a pass needs, after computing the ones that are the same along a row."""
         wanted = [n for state in states for n in state.reads(self)]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.where.of_axes(self.columns)

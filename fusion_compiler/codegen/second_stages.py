@@ -159,8 +159,8 @@ def completed(
 
 @dataclass(frozen=True)
 class _Merged(Values[int]):
-    """Values that are nodes of a second stage. nodes: those so far. numbers: by node of the nest, its number.
-    axes: those along which x varies. moved: new numbers of the axes that remain."""
+    """Values that are nodes of a second stage. nodes: the nodes so far. numbers: each nest's node's number.
+    axes: the axes along which x varies. moved: new numbers of the axes that remain."""
 
     loops: LoopNest
     nodes: list[Node]

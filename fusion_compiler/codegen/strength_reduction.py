@@ -34,7 +34,7 @@ COMPARISONS: Mapping[object, tuple[OpOverload, bool]] = {
 
 
 def shortened(loops: LoopNest, buffers: Mapping[str, Buffer]) -> LoopNest:
-    """Return `loops` with shorter forms. buffers: by name, those of its loads and stores."""
+    """Return `loops` with shorter forms. buffers: the buffers of its loads and stores, by name."""
     fp16 = Analysis(loops).fp16_values({name: buffer.dtype for name, buffer in buffers.items()})
     return thresholds(complements(loops, fp16))
 

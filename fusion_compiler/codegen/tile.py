@@ -222,7 +222,7 @@ class Function:
 
 
 def expressions(statement: Statement) -> tuple[Expression, ...]:
-    """Return the expressions that a statement computes; of a block, only those of its header."""
+    """Return the expressions that a statement computes; for a block, only its header's."""
     match statement:
         case Assign(_, Expression() as value) | Do(value) | If(value):
             return (value,)

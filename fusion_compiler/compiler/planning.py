@@ -30,7 +30,7 @@ from fusion_compiler.support.store import PLAN, Key, Store
 class Planned:
     """The object has a plan, and says where it comes from.
 
-    programs: those of its clusters, by name, if the plan comes from disk; None for a new plan.
+    programs: the programs of its clusters, by name, if the plan comes from disk; None for a new plan.
     key: under which the plan is kept on disk, or None. decisions: why it is not kept there.
     """
 

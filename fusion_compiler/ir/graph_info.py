@@ -19,7 +19,7 @@ class Origin:
     requires_grad: bool
 
 
-Origins = Mapping[str, Origin]  # by placeholder; those that are missing hold what another graph computed
+Origins = Mapping[str, Origin]  # by placeholder; a missing one holds a value that another graph computed
 
 
 def argument_name(position: int) -> str:

@@ -51,8 +51,8 @@ def read(written: Mapping[str, Any]) -> Any:
 
 
 class _Writer:
-    """A writer collects objects. values: those of the classes above as they are written, each once; an object
-    that has one names its number."""
+    """A writer collects objects. values: each object of the classes above once, as it is written. An object
+    that holds another one names its number."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []

@@ -195,7 +195,7 @@ def filling(chain: Chain, places: Sequence[Place], limit: float) -> Cuts:
 def improve(
     chain: Chain, places: Sequence[Place], starts: Sequence[Cuts], step_us: Callable[[Cuts], float]
 ) -> Cuts:
-    """Return the cuts with the shortest simulated step of those that were tried.
+    """Return the tried cuts whose simulated step is the shortest.
 
     A step of few microbatches also has to fill and drain the pipeline, and a message's way there and back may
     be longer than any stage. So cuts with a longer bottleneck and a shorter sum are tried beside `starts`, of

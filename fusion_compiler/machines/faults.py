@@ -143,7 +143,7 @@ class Watch:
             try:
                 self.store.set(f"beat/{self.rank}", str(beats))
                 self._look()
-            except RuntimeError as error:  # those of torch.distributed are among them
+            except RuntimeError as error:  # errors of torch.distributed are among them
                 self.verdict = 0, f"the store that it holds cannot be reached: {first_line(error)}"
         if self.verdict is not None:
             self._tell(*self.verdict)

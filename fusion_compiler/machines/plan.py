@@ -1,7 +1,7 @@
 """The data of a pipeline over machines: the machines and links, the stages and what crosses between them, and
 the plan that `fc.partition` returns.
 
-Times are microseconds and sizes are bytes. Times of a stage and of an edge are those of one microbatch.
+Times are microseconds and sizes are bytes. The times of a stage and of an edge are for one microbatch.
 """
 
 from __future__ import annotations

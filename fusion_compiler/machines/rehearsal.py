@@ -21,8 +21,8 @@ P = TypeVar("P", bound=PipelinePlan)
 
 
 def rehearse(plan: P, args: tuple[Any, ...], kwargs: Mapping[str, Any], prepare: Prepare) -> P:
-    """Return the plan with measured times of its stages. args, kwargs: those of one microbatch. prepare:
-    makes of a stage's module what runs.
+    """Return the plan with measured times of its stages. args, kwargs: the arguments of one microbatch.
+    prepare: return the callable that runs for a stage's module.
 
     The model's gradients and buffers are afterwards what they were. Raises MachinesError if the model is on
     the meta device.

@@ -2,7 +2,7 @@
 
 A machine runs the phases of its stages in the schedule's order, each as soon as its input has arrived. A
 message takes alpha + beta * bytes, and a link carries one message after the other in each direction, while
-the machines compute. The orders are those of torch.distributed.pipelining.
+the machines compute. The orders are torch.distributed.pipelining's.
 """
 
 from __future__ import annotations

@@ -295,7 +295,7 @@ def _joined(sign: str, parts: Iterable[Expression]) -> Expression:
 
 
 def plus(*terms: Operand) -> Expression:
-    """Return the sum of integers from left to right, without those that are None.
+    """Return the sum of integers from left to right. None is left out.
 
     The terms of a sum are added one by one: pointer + (row + col) is pointer + row + col.
     """

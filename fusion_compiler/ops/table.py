@@ -108,7 +108,7 @@ class OpSpec:
     discontinuous: its result jumps where an operand crosses a value, or is taken from one element of it. What
         the operand rounds to decides (see `ir/reproducible.py`).
     operator: the first overload of the same row, which stands for all of them: aten.add.Tensor for
-        aten.add.Scalar. `ops/arithmetic.py` names those that the compiler itself writes.
+        aten.add.Scalar. `ops/arithmetic.py` names the operators that the compiler itself writes.
     is_condition: its result is a bool whatever its operands are.
     compare: the function of two numbers that a comparison is; None for all else.
     keeps_zero: its result is zero where all of its operands are.

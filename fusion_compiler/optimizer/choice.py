@@ -35,8 +35,8 @@ class Choice:
 
 @dataclass
 class _Watched:
-    """A `_Watched` records a parameter's gradients since the last step. passes: how many there were. version:
-    the last one's. numbers: those of its group then."""
+    """A `_Watched` records a parameter's gradients since the last step. passes: how many there were. version,
+    numbers: the last gradient's version, and its group's numbers at that time."""
 
     passes: int = 0
     version: int = 0

@@ -38,7 +38,7 @@ class Windows:
 
     vector: the axis along which neighbours lie in memory. slide: the position, not the vector, whose elements
     are computed side by side, and its tap; None if there is none. rows: the other positions but the vector.
-    taps: all taps. rest: all other axes but the vector. parted: of them, those that are reduced. are_reduced:
+    taps: all taps. rest: all other axes but the vector. parted: the reduced axes among them. are_reduced:
     True if the taps are reduced, False if the positions are. stride: of the sliding position, in taps.
     phases: of a position, how many neighbours meet different taps, as in the gradient of a convolution with
     strides: they are unrolled. has_filter: True if something is loaded for each tap, whatever the position.

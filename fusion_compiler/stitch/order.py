@@ -93,7 +93,7 @@ class Order:
 def ordered(
     plan: FusionPlan, owned: Iterable[str] = (), hints: Hints | None = None, donated: Container[str] = ()
 ) -> Order:
-    """Return the steps that the outputs of `plan.dag` need, and those that change something, in order.
+    """Return the steps that the outputs of `plan.dag` need, and the steps with effects, in order.
 
     owned: inputs that are freed at their last use because the caller gives them up. hints: sizes for which
     bytes are counted; by default those that the plan was made for. donated: inputs that may be written over.
@@ -263,12 +263,11 @@ class _Memory:
         self.reuses: dict[str, str] = {}  # results, and what they are written over
 
     def change(self, step: Step) -> int:
-        """Return the bytes in use after the step less those before it."""
+        """Return by how many bytes the step changes the memory in use."""
         return sum(step.bytes) - sum(self.freed(step))
 
     def freed(self, step: Step) -> Iterable[int]:
-        """Yield the bytes that nobody reads after the step: of its operands, and of results that nobody reads
-        at all."""
+        """Yield the bytes of operands that no later step reads, and of results that no step reads."""
         for name in step.reads:
             if self.readers.get(name) == 1 and name not in self.returned:
                 yield self.size[name]

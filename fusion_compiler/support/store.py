@@ -155,7 +155,8 @@ class Store:
 
     path: the folder above the kinds' folders, which are created when the first record is written; by default
         `default_path()`.
-    max_bytes: when the records of one kind outgrow it, those not used for longest go, down to nine tenths.
+    max_bytes: when the records of one kind outgrow it, the least recently used are removed, until nine
+        tenths of it are left.
 
     Where a folder cannot be written, one FusionWarning says so, and the records live in memory,
     for this object alone. Nothing on disk raises.
