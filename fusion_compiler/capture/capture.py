@@ -100,17 +100,17 @@ class Capture:
         of arguments, which it empties, so that saved activations are freed at their last use.
     rewrites: run in order on the pre-autograd graph.
     decompositions: makes the table ATen overload -> function for one graph, applied under autograd.
-    joint_rewrite: changes in place, under autograd, the joint graph of forward and backward, or the one graph
-        of what has no backward.
-    give_up(name, error): told of an error in any of this. It raises, or the graph `name` runs as it is.
+    joint_rewrite: changes the joint graph of forward and backward in place, under autograd, or the only
+        graph if there is no backward.
+    give_up(name, error): called with an error in any of this. It raises, or the graph `name` runs as it is.
     split: makes forward and backward of a joint graph.
-    options: what beside the graph decides what comes out, for keys on disk. Without it no graph is kept.
+    options: all that decides the result beside the graph, for keys on disk. Without it no graph is kept.
     patterns: returns the text of the user's patterns, which `rewrites` apply. It raises NotWritable if one
         has none: each process then traces the graph above autograd and rewrites it again.
-    store: keeps what the rewrites made of a graph.
-    stages: told of the seconds of "rewrites" and "autograd".
-    meanwhile: whether what the last graph needs is still being compiled, so that it costs nothing to go on.
-    after(name, step, graph): told of each graph that a rewrite changed, above autograd.
+    store: keeps the graphs after the rewrites.
+    stages: receives the seconds of "rewrites" and "autograd".
+    meanwhile: True while kernels of the last graph are still being compiled, so that more work costs no time.
+    after(name, step, graph): called with each graph that a rewrite changed, above autograd.
     """
 
     compile_graph: CompileGraph

@@ -216,12 +216,12 @@ def wrap(
     plans: filled by the backend; it becomes `.plan`.
     recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
     dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
-    broke: told of the graph breaks of a call that compiled something; without it `plans` keeps them.
-    give_up(name, error): told that a call ran eager, as TorchDynamo failed to capture it. It may raise.
-    missed(model, method): told of a method that is not compiled, whose result gets a gradient before the
-        compiled module is called.
-    omit: fields of a module's result that are None in training (`omitted.omitting`). kept(reason): told of a
-        result that does not have them.
+    broke: called with the graph breaks of a call that compiled something; without it `plans` keeps them.
+    give_up(name, error): called if a call ran eager because TorchDynamo could not capture it. It may raise.
+    missed(model, method): called with a method that is not compiled, whose result gets a gradient before
+        the compiled module is called.
+    omit: fields of a module's result that are None in training (`omitted.omitting`). kept(reason):
+        called if a result does not have them.
     """
     is_full = fullgraph or strict
     compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)

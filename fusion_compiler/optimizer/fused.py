@@ -46,7 +46,7 @@ class Timing:
         self.fused = fused
 
     def step(self) -> None:
-        """Do what is to be done when the optimizer's `step` is called."""
+        """Run when the optimizer's `step` is called."""
         self.fused.update([(group, group["params"]) for group in self.fused.groups])
 
     def finish(self) -> None:

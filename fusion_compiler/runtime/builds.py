@@ -70,7 +70,7 @@ class Build:
     target: backend ("cuda", "hip"), architecture (90, "gfx942") and threads in a warp.
     registers: the most that a thread may take; "cuda" only.
     fp_fusion: products and sums may become one instruction.
-    cooperative: all programs of a launch are to be on the device at the same time.
+    cooperative: all programs of a launch must be on the device at the same time.
     dependent: programs start while the kernel before them ends, where the target has that; they wait for it.
     """
 

@@ -91,7 +91,7 @@ class Pool:
         return False
 
     def is_in_the_way(self, recording: Holder) -> bool:
-        """True if a graph is to be captured anew, so that others can be captured while somebody holds what it
+        """True if a graph should be captured again, so that others can be captured while somebody holds what it
         saves: that is allocated again until its backward is captured as well."""
         return recording.is_released and recording.number <= self._refused
 
