@@ -235,8 +235,8 @@ reach. Where a size reaches more than 0.95, the unfriendly sizes beside it have 
 peer's time divided by ours."""
 SCHEDULES = """These are the results of an exhaustive search. A schedule is named by the rows x columns of
 its tile: *grid* is one program for each tile, *whole* a tile with all columns of a row, and *loop* a loop
-over the columns of a row. With *8 parts*, eight programs share a row; with *264 programs*, these loop over the
-rows."""
+over the columns of a row. With *8 parts*, eight programs share a row; with *264 programs*, these loop over
+the rows."""
 PEERS = ("compile", "autotune", "liger")
 
 
