@@ -37,14 +37,19 @@ def kinds_of(rows: Sequence[Row]) -> list[str]:
 
 
 def cliffs(rows: Sequence[Row]) -> Iterator[str]:
-    """Neighbouring widths of which one reaches much less of the bandwidth than the other, a line each."""
+    """Yield a line for each series of widths in which a width reaches much less of the bandwidth than the
+    next one, or much more."""
     for kind, phase in itertools.product(kinds_of(rows), PHASES):
+        points: list[str] = []
         for (a, reached), (b, next_reached) in itertools.pairwise(series(rows, kind, phase, "ours")):
-            if reached is None or next_reached is None:
-                continue
-            low, high = sorted((reached, next_reached))
-            if low < CLIFF * high:
-                yield f"{kind}, {phase}: {reached:.2f} at {a}, {next_reached:.2f} at {b}"
+            low, high = sorted((reached or 0.0, next_reached or 0.0))
+            if low and low < CLIFF * high:
+                points = [*(points or [f"{reached:.2f} at {a}"]), f"{next_reached:.2f} at {b}"]
+            elif points:
+                yield f"{kind}, {phase}: {', '.join(points)}"
+                points = []
+        if points:
+            yield f"{kind}, {phase}: {', '.join(points)}"
 
 
 def figure_of(rows: Sequence[Row]) -> str:

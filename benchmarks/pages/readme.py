@@ -80,16 +80,16 @@ def kernels_text(result: dict[str, Any]) -> str:
         )
     lead = (
         "## Twelve kernels\n\n"
-        "Fraction of the device's copy bandwidth (each input read once, each output written once):"
+        "Fraction of the device's copy bandwidth, with each input read once and each output written once:"
     )
-    mean = f"Geometric mean of time saved: {', '.join(means)}. {origin(result)}"
+    mean = f"Geometric means of the peer's time divided by ours: {', '.join(means)}. {origin(result)}"
     return "\n\n".join([lead, markdown(header, lines), mean])
 
 
 STEPS = (
     "## Training and inference steps\n\n"
-    "Wall time of one step and GPU time of its kernels, memory at the peak and between steps, and our error "
-    "over eager's (both against a wider run):"
+    "Wall time of a step (GPU time of its kernels), memory at the peak (between steps), and our error "
+    "divided by eager's, both against a run in a wider dtype:"
 )
 NETS = "### Other networks\n\nMeasured in the same way:"
 
@@ -97,16 +97,29 @@ NETS = "### Other networks\n\nMeasured in the same way:"
 def models_text(result: dict[str, Any], lead: str = STEPS) -> str:
     """Wall and GPU time of whole steps, memory, how errors compare, and which bars are not met."""
     rows = result["rows"]
-    means = [f"{mean:.2f}x ({name})" for name, mean in steps.means(rows).items()]
     missed = [f"- {line}" for line in steps.missed(rows)]
     return "\n\n".join(
         [
             lead,
             markdown(*lines_of(steps.COLUMNS, rows)),
-            *(["Not met of the bars that the benchmark sets:", "\n".join(missed)] if missed else []),
-            f"Geometric means: {', '.join(means)}. {origin(result)}",
+            *(["Bars that are not met:", "\n".join(missed)] if missed else []),
+            "Geometric means of the peer's figure divided by ours:",
+            means_table(rows),
+            origin(result),
         ]
     )
+
+
+def means_table(rows: Sequence[Row]) -> str:
+    """Return a table of means: a line for each figure, a column for each peer."""
+    means = steps.means(rows)
+    figures = {
+        "GPU time": "gpu_ms", "wall time": "step_ms", "memory at the peak": "peak_gb", "energy": "joules"
+    }  # fmt: skip
+    measured = [peer for peer in ("eager", "best") if any(name.endswith(f"vs {peer}") for name in means)]
+    lines = [[name, *(figure(means.get(f"{key} vs {p}")) for p in measured)] for name, key in figures.items()]
+    header = ["", *({"eager": "x eager", "best": "x best compile"}[peer] for peer in measured)]
+    return markdown(header, lines)
 
 
 def decode_text(result: dict[str, Any]) -> str:
@@ -116,10 +129,10 @@ def decode_text(result: dict[str, Any]) -> str:
     return "\n\n".join(
         [
             "## One token\n\n"
-            "Wall time of one token, after a prompt in a static cache, in a run of sixty-four (GPU time of "
-            "its kernels, which overlap), the host's part, and the share of the copy bandwidth that the "
-            "bytes of a token draw; `graphs` is torch.compile with its own CUDA graphs, `autotune` its "
-            "max-autotune with them:",
+            "Wall time of a token after a prompt in a static cache, in a run of 64 tokens (GPU time of its "
+            "kernels, which overlap). *Host* is the time of the host, and *of copy* the reached share of the "
+            "copy bandwidth. *Graphs* is torch.compile with its CUDA graphs, and *autotune* its mode "
+            "max-autotune:",
             markdown(*lines_of(decode.columns(bandwidth), rows)),
             f"{held}; [performance.md](performance.md#one-token-at-a-time) says what limits the others.",
             origin(result),
@@ -134,12 +147,13 @@ def optimizer_text(result: dict[str, Any]) -> str:
     header, lines = lines_of(optimizer.COLUMNS, result["rows"])
     return "\n\n".join(
         [
-            "Updates alone: ms, and what part of that a copy of their bytes takes. Whole steps: ms of wall "
-            "time, and GB at the peak. `torch.compile` is its model with PyTorch's fused optimizer (Adagrad "
-            "has none on a GPU); all other columns have the model that `fc.compile` compiled:",
+            "Updates alone: ms, and the share of that time which a copy of the same bytes takes. Whole "
+            "steps: ms of wall time, and GB at the peak. In the column torch.compile, torch.compile "
+            "compiled the model, and PyTorch's fused optimizer updates it (Adagrad has none on a GPU). In "
+            "all other columns, `fc.compile` compiled the model:",
             markdown(["", *header[1:]], lines),
             f"{counted(held)}. {origin(result)}",
-            *(["Not met:", "\n".join(missed)] if missed else []),
+            *(["Bars that are not met:", "\n".join(missed)] if missed else []),
         ]
     )
 
@@ -215,10 +229,14 @@ def headlines(results: Path) -> str:
 
 # docs/figures.md
 
-HEAD = """*Fraction* is the time of a device-to-device copy of the ideal bytes (each input read once, each
-output written once) in the same run, divided by the GPU time of the cluster's kernels. A *bar* is the
-fraction to reach. If a size reaches more than 0.95, an unfriendly neighbour of it has to reach 0.80. Ratios
-are the peer's time divided by ours."""
+HEAD = """The *fraction* of a cluster is the time of a copy on the device, divided by the GPU time of the
+cluster's kernels in the same run. The copy moves each input and each output once. A *bar* is the fraction to
+reach. Where a size reaches more than 0.95, the unfriendly sizes beside it have to reach 0.80. Ratios are the
+peer's time divided by ours."""
+SCHEDULES = """These are the results of an exhaustive search. A schedule is named by the rows x columns of
+its tile: *grid* is one program for each tile, *whole* a tile with all columns of a row, and *loop* a loop
+over the columns of a row. With *8 parts*, eight programs share a row; with *264 programs*, these loop over
+the rows."""
 PEERS = ("compile", "autotune", "liger")
 
 
@@ -248,7 +266,7 @@ def family_table(family: str, rows: Sequence[Row]) -> str:
 def sweep_text(result: Mapping[str, Any]) -> str:
     lines = list(sweep.cliffs(result["rows"]))
     listed = "\n\n" + "\n".join(f"- {line}" for line in lines) if lines else " none."
-    text = f"Neighbours of which one reaches less than {sweep.CLIFF} of the other:{listed}"
+    text = f"Neighbouring widths where one fraction is less than {sweep.CLIFF} of the other:{listed}"
     return "\n\n".join(
         ["## Every width", "![fraction over the width of a row](sweep.svg)", text, origin(result)]
     )
@@ -265,8 +283,9 @@ def schedules_text(result: Mapping[str, Any]) -> str:
             cluster = [f"{row['case']}: {c['cluster']}", figure(c["predicted_us"], ".1f")]
             lines.append([*cluster, *times, over, row["commit"]])
     header = ["cluster", "predicted us", "first choice", "us", "best found", "us", "first / best", "at"]
-    means = "\n".join(f"- {name}: {value:.2f}" for name, value in result["summary"].items())
-    return "\n\n".join(["## Schedules", means, markdown(header, lines), origin(result)])
+    summary = result["summary"].items()
+    means = "\n".join(f"- {name}: {n if isinstance(n, int) else figure(n)}" for name, n in summary)
+    return "\n\n".join(["## Schedules", SCHEDULES, means, markdown(header, lines), origin(result)])
 
 
 def page_of(results: Path) -> str:

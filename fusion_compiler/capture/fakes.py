@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 from torch._guards import TracingContext
+from torch._higher_order_ops.utils import registered_hop_fake_fns
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -25,10 +27,17 @@ class FakesOnly(FakeTensorMode):
     tensor.
     """
 
+    supports_higher_order_operators = True  # else they look for a rule of this very class
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+            rule = func.python_key_table.get(FakeTensorMode)
+            if rule is None:
+                raise NotImplementedError(f"PyTorch has no rule for {func} on FakeTensors")
+            return rule(self, *args, **(kwargs or {}))
         arguments: tuple[Any, dict[str, Any]] = (args, kwargs or {})
         if func not in self.lift_fns:
             arguments = pytree.tree_map_only(Tensor, self._faked, arguments)

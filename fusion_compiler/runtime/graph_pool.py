@@ -91,8 +91,8 @@ class Pool:
         return False
 
     def is_in_the_way(self, recording: Holder) -> bool:
-        """True if a graph should be captured again, so that others can be captured while somebody holds what it
-        saves: that is allocated again until its backward is captured as well."""
+        """True if a graph should be captured again, so that others can be captured while somebody holds its
+        saved values: their memory is allocated again until its backward is captured as well."""
         return recording.is_released and recording.number <= self._refused
 
     def call_in(self, recording: Holder) -> bool:

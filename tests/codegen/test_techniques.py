@@ -1,4 +1,4 @@
-"""docs/techniques.md: what stands after each technique is cut out of a kernel that is made now."""
+"""docs/techniques.md: each excerpt is part of a kernel that the compiler generates now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import fusion_compiler as fc
 from fusion_compiler.codegen.emit import emit, program_of, schedules_of
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
+from fusion_compiler.pipeline import NAMES
 from fusion_compiler.schedule.placement import Access, Placement, Via
 from tests import ROOT
 from tests.codegen.test_golden import of_pinned_versions
@@ -194,77 +195,88 @@ class Example:
 
 
 EXAMPLES = {
-    "Persistent rows": Example(rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]", gradients=True),
-    "Merged axes": Example(add_heads, "bfloat16 [8, 1024, 4096], bfloat16 [8, 1024, 4096]"),
-    "Index-set splitting": Example(concatenation, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
-    "Stores into memory that exists": Example(
-        store_keys,
-        "bfloat16 [32, 8192, 128], bfloat16 [32, 1, 128], bfloat16 [128], bfloat16 [128], int64 [1]",
+    "Horizontal fusion": Example(
+        bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
     ),
-    "Block window": Example(bias_of_channels, "bfloat16 [32, 512, 64, 64], bfloat16 [512]"),
-    "Runs": Example(product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"),
-    "Interleaved": Example(
+    "Index-set splitting": Example(concatenation, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
+    "Merged axes": Example(add_heads, "bfloat16 [8, 1024, 4096], bfloat16 [8, 1024, 4096]"),
+    "Persistent rows": Example(rms_norm, "bfloat16 [8192, 4096], bfloat16 [4096]", gradients=True),
+    "Values shared by a block": Example(bias_of_channels, "bfloat16 [32, 512, 64, 64], bfloat16 [512]"),
+    "Repeated elements": Example(
+        product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"
+    ),
+    "Interleaved elements": Example(
         rotary_of_pairs, "bfloat16 [4, 2048, 32, 128], bfloat16 [2048, 1, 64], bfloat16 [2048, 1, 64]"
     ),
     "Misaligned rows": Example(softmax, "bfloat16 [8192, 531]"),
-    "Boxes": Example(depthwise, "bfloat16 [128, 7, 7, 1152], bfloat16 [1152, 1, 5, 5]", boxed="buffer0"),
-    "Peeled ends": Example(sum_of_squares, "float32 [8192, 50257]"),
+    "Peeled remainder": Example(sum_of_squares, "float32 [8192, 50257]"),
     "Online reductions": Example(softmax, "bfloat16 [4096, 32768]"),
-    "Scans": Example(decays, "float32 [8192, 1024]", gradients=True),
-    "Elements beside rows": Example(route, "float32 [4096, 64]"),
-    "Corrected moments": Example(layer_norm, "float32 [8192, 4096]"),
     "Running moments": Example(layer_norm, "bfloat16 [8192, 65536]"),
-    "Sums made together": Example(
+    "Corrected moments": Example(layer_norm, "float32 [8192, 4096]"),
+    "Joined reductions": Example(
         layer_norm_with_weights, "bfloat16 [8192, 4096], bfloat16 [4096], bfloat16 [4096]", gradients=True
     ),
-    "Sums over different axes": Example(
+    "Scans": Example(decays, "float32 [8192, 1024]", gradients=True),
+    "Top-k by search": Example(route, "float32 [4096, 64]"),
+    "Last program reduces": Example(mean_of_maxima, "bfloat16 [2048, 4096]"),
+    "Shared rows": Example(softmax, "bfloat16 [16, 262144]"),
+    "Recomputation after a wait": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
+    "Reductions over different axes": Example(
         group_norm, "bfloat16 [32, 512, 32, 32], bfloat16 [512], bfloat16 [512]", gradients=True
     ),
-    "The last program": Example(mean_of_maxima, "bfloat16 [2048, 4096]"),
-    "Exchange": Example(softmax, "bfloat16 [16, 262144]"),
-    "Rematerialization": Example(softmax, "bfloat16 [4096, 32768]", gradients=True),
-    "Matrix-vector products": Example(
+    "Products of few rows": Example(
         residual_product, "bfloat16 [2, 2048], bfloat16 [8192, 2048], bfloat16 [2, 8192]"
     ),
-    "Early turns": Example(
-        residual_product, "bfloat16 [1, 8192], bfloat16 [2048, 8192], bfloat16 [1, 2048]", weights=(1,)
-    ),
-    "Factors of words": Example(
+    "Common factors of a word": Example(
         product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"
     ),
-    "Norms in front of products": Example(
+    "Norms before products": Example(
         normed_rows_product, "bfloat16 [8, 2048], bfloat16 [2048], bfloat16 [8192, 2048]"
     ),
     "Replicated reductions": Example(
         normed_product, "bfloat16 [1, 1024], bfloat16 [1024], bfloat16 [1024, 4096]"
     ),
-    "Horizontal fusion": Example(
-        bias_gradients, "bfloat16 [4096, 1024], bfloat16 [1024, 1024], bfloat16 [1024, 256]"
+    "Tensor descriptors": Example(
+        depthwise, "bfloat16 [128, 7, 7, 1152], bfloat16 [1152, 1, 5, 5]", boxed="buffer0"
     ),
     "Stored where rounded": Example(
         add_rms_norm, "bfloat16 [8192, 4096], bfloat16 [8192, 4096], bfloat16 [4096]"
     ),
     "Reproducible values": Example(is_maximum, "bfloat16 [8192, 4096]"),
-    "Strength reduction": Example(gelu, "bfloat16 [8192, 4096]"),
+    "Approximate functions": Example(swiglu, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
+    "Complements": Example(gelu, "bfloat16 [8192, 4096]"),
     "Reciprocals": Example(softmax, "bfloat16 [8192, 4096]"),
-    "Short forms": Example(swiglu, "bfloat16 [8192, 4096], bfloat16 [8192, 4096]"),
-    "Floats of bytes": Example(product_of_bytes, "bfloat16 [1, 4096], int8 [4096, 4096]"),
-    "Floats of bits": Example(
+    "Bytes to floats": Example(product_of_bytes, "bfloat16 [1, 4096], int8 [4096, 4096]"),
+    "Packed bits to floats": Example(
         product_of_nibbles, "bfloat16 [1, 2048], uint8 [4096, 1024], bfloat16 [4096, 16]"
     ),
-    "Masks made again": Example(dropout, "bfloat16 [8192, 4096]", gradients=True),
-    "Late checks": Example(embedding_rms_norm, "int64 [8192], bfloat16 [32000, 4096], bfloat16 [4096]"),
+    "Index checks at the end": Example(
+        embedding_rms_norm, "int64 [8192], bfloat16 [32000, 4096], bfloat16 [4096]"
+    ),
+    "Writes in place": Example(
+        store_keys,
+        "bfloat16 [32, 8192, 128], bfloat16 [32, 1, 128], bfloat16 [128], bfloat16 [128], int64 [1]",
+    ),
+    "Recomputed dropout masks": Example(dropout, "bfloat16 [8192, 4096]", gradients=True),
+    "Dependent launch": Example(
+        residual_product, "bfloat16 [1, 8192], bfloat16 [2048, 8192], bfloat16 [1, 2048]", weights=(1,)
+    ),
 }
 
 
 # -- the page -----------------------------------------------------------------------------------------
 
 
-def pairs() -> dict[str, list[str]]:
-    """Technique -> its blocks of code. A heading is the technique with the files that carry it out."""
-    sections = re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    blocks = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    return {section.partition(" (`")[0]: blocks.findall(section) for section in sections}
+def sections() -> dict[str, str]:
+    """Return the text of each technique by its heading."""
+    return dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+
+
+def examples() -> dict[str, list[str]]:
+    """Return the Python blocks of each technique that has some: plain Triton, if shown, and the excerpt."""
+    block = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    blocks = {name: block.findall(text) for name, text in sections().items()}
+    return {name: of_technique for name, of_technique in blocks.items() if of_technique}
 
 
 def missing(block: str, text: str) -> str | None:
@@ -278,22 +290,38 @@ def missing(block: str, text: str) -> str | None:
     return None
 
 
-def test_each_technique_has_an_example_and_a_pair() -> None:
-    by_name = pairs()
-    assert list(by_name) == list(EXAMPLES)
-    for name, blocks in by_name.items():
-        before, after = blocks
-        assert before.startswith("# before\n") and after.startswith("# after: "), name
+def test_each_example_of_the_page_is_a_program_of_this_test() -> None:
+    assert list(examples()) == list(EXAMPLES)
+    for name, blocks in examples().items():
+        *before, after = blocks
+        assert len(before) <= 1 and all(block.startswith("# before\n") for block in before), name
+        assert after.startswith("# after: "), name
         for block in blocks:
             ast.parse(block)
             assert block.count("\n") <= LONGEST + 1, name
 
 
+def test_each_technique_says_when_it_applies_and_where_it_is() -> None:
+    for name, text in sections().items():
+        assert re.search(r"\*When:\* \w", text) and re.search(r"\*Code:\*\s+`[\w/]+\.py`", text), name
+
+
+def test_the_page_lists_the_passes_in_order_and_turns_off_passes_and_options_that_exist() -> None:
+    text = PAGE.read_text()
+    table = text.partition("\n## Passes over the graph\n")[2]
+    rows = re.findall(r"^\| ([\w -]+) \| .* \| `passes/.*` \|$", table, re.MULTILINE)
+    assert tuple(rows) == NAMES
+    disabled = {name for names in re.findall(r"disable=\((.*?)\)", text) for name in names.split('"')[1::2]}
+    assert len(disabled) > 4 and disabled <= set(NAMES)
+    options = set(re.findall(r"\*Off:\*\s+`(\w+)=", text))
+    assert len(options) > 4 and options <= {field.name for field in fields(fc.Options)}
+
+
 @of_pinned_versions
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_what_stands_after_is_made_now(name: str) -> None:
+def test_the_excerpt_is_part_of_a_generated_kernel(name: str) -> None:
     example = EXAMPLES[name]
-    title, _, block = pairs()[name][1].partition("\n")
+    title, _, block = examples()[name][-1].partition("\n")
     assert title == f"# after: {example}"
     kernels = example.kernels()
     margins = ("", " " * 4, " " * 8)  # of a function, its body, a loop in it

@@ -369,3 +369,34 @@ def test_a_model_keeps_a_method_of_its_own_by_such_a_name() -> None:
             return "its own"
 
     assert fc.compile(Reporter(), backend="eager").report() == "its own"
+
+
+class Branches(nn.Module):
+    """One branch of two by the data: an operator that holds graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def positive(y: Tensor) -> Tensor:
+            return F.relu(y) * 2
+
+        return torch.cond(x.sum() > 0, positive, torch.sigmoid, (x @ self.weight,)) + x
+
+
+class Inverse(Branches):
+    """The inverse raises an error for some data: an operator with an effect."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x @ torch.linalg.inv(self.weight) + x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("model", "graphs"), [(Branches, 3), (Inverse, 1)])
+def test_operators_of_higher_order_are_planned(model: type[nn.Module], graphs: int, training: bool) -> None:
+    explained = fc.explain(model().requires_grad_(training), torch.randn(4, 8), device="h200")
+    assert not explained.incomplete
+    phases = [plan.phase for plan in explained.plans]
+    assert phases == (["forward"] * graphs + ["backward"] * graphs if training else ["inference"] * graphs)
+    assert any(plan.clusters for plan in explained.plans)

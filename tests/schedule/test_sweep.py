@@ -42,7 +42,11 @@ def test_the_sweep_goes_by_factors_of_the_square_root_of_two() -> None:
 def test_cliffs_lie_between_neighbours_in_either_direction() -> None:
     rows = [row(1024, 0.5), row(256, 0.9), row(512, 0.8), row(2048, 0.9), row(4096, None)]
     assert list(sweep.cliffs(rows)) == [
-        "softmax, forward: 0.80 at 512, 0.50 at 1024",
+        "softmax, forward: 0.80 at 512, 0.50 at 1024, 0.90 at 2048",
+    ]
+    apart = [row(256, 0.9), row(512, 0.5), row(1024, 0.5), row(2048, 0.9)]
+    assert list(sweep.cliffs(apart)) == [
+        "softmax, forward: 0.90 at 256, 0.50 at 512",
         "softmax, forward: 0.50 at 1024, 0.90 at 2048",
     ]
 
