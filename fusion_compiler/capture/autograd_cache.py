@@ -124,7 +124,7 @@ def key_of(gm: fx.GraphModule, inputs: Sequence[Any], options: Any) -> str:
 
 
 def about_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Return what AOTAutograd reads of the inputs beside what the graph's text has. Raise NotWritable."""
+    """Return the facts of the inputs that AOTAutograd reads and the graph's text lacks. Raise NotWritable."""
     about = [_input(x) for x in inputs]
     storages = [place_of(x) for x in inputs]
     if len(set(storages)) < len(storages):

@@ -323,7 +323,7 @@ def _pairs(nodes: Iterable[fx.Node | None], others: Iterable[fx.Node | None]) ->
 
 
 def _target(node: fx.Node) -> Any:
-    """Return what a node calls. Constants have names of their own, which do not count."""
+    """Return the target of a node. The names of constants do not count."""
     return node.op if node.op == "get_attr" else node.target
 
 

@@ -310,7 +310,7 @@ class _Compilers:
         return once
 
     def _made(self, graph: fx.GraphModule, fakes: Sequence[Any], phase: Phase) -> Callable[..., Any]:
-        """Return what AOTAutograd is to run for a graph that it has just made."""
+        """Return the callable that AOTAutograd runs for a graph that it has just traced."""
         if self._expected:
             raise _AbsentError
         if phase is not Phase.BACKWARD:
@@ -343,7 +343,7 @@ class _Compilers:
         return text
 
     def _read(self, text: Mapping[str, Any], digest: str) -> Boxed:
-        """Return what AOTAutograd is to run for a graph that was kept on disk."""
+        """Return the callable that AOTAutograd runs for a graph that was kept on disk."""
         context = TracingContext.try_get()
         assert context is not None and context.fake_mode is not None
         graph = read(text["graph"], context.fake_mode)

@@ -202,7 +202,7 @@ def fake_mode(values: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return what a call gives for `values` of its operands, and for their traced values where it has
+    """Return the result of a call for `values` of its operands, and for their traced values where it has
     none."""
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: values.get(n, n.meta.get("val")))
     with fake_mode(tree_leaves((args, kwargs))), torch.no_grad():

@@ -307,7 +307,7 @@ class Part:
         return MatrixEmitter(nest) if multiplies_matrices(self.run) else ProductEmitter(nest)
 
     def roundings(self) -> Mapping[int, int]:
-        """Return what `stored_early` may move: no stores of misaligned rows, of passes or of other tiles."""
+        """Return the stores that `stored_early` may move: none of misaligned rows, passes or other tiles."""
         if not self.run.in_rows or self.placement.word or self.run.in_passes:
             return NOTHING
         return roundings(self.a, self.a.loops.stores)

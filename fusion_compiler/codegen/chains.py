@@ -127,7 +127,7 @@ class ChainEmitter(KeptTiles):
         """End a turn of the loop that makes some reductions."""
 
     def end(self, number: int) -> None:
-        """Keep what a loop has reduced."""
+        """Keep the result of a reduction whose loop has ended."""
         state, key = self.sums.pop(number), self.join_key(number)
         tile = self.folded(number, self.reduction(number), state, join_key=key)
         if number in self.sharing.exchanged:

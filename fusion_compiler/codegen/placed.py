@@ -538,14 +538,14 @@ class Emitter:
         return self.index(node.index)
 
     def load_at(self, node: Load, pointer: Expression, mask: Expression | None) -> Expression:
-        """Return what lies at some addresses, in the buffer's dtype, and zero outside of a mask."""
+        """Return the elements at some addresses, in the buffer's dtype, and zero outside of a mask."""
         held = self.dtypes[node.buffer]
         zero = 0.0 if held.is_floating_point and held.itemsize == 1 else 0  # no integer becomes a float8
         masked: dict[str, Expression] = {} if mask is None else {"mask": mask, "other": lift(zero)}
         return tl.load(pointer, **masked, **self.options(node))
 
     def zero_outside(self, within: Sequence[Tile], tile: Tile, node: Load) -> Tile:
-        """Return what was loaded without conditions, zero where these do not hold."""
+        """Return a tile that was loaded without conditions, with zero where these do not hold."""
         condition = cast(Expression, every(*(tile.value for tile in within)))
         value = tl.where(condition, self.let(self.called(node.buffer), tile.value), 0)
         return self.joined(value, tile, *within)
@@ -734,7 +734,7 @@ class Emitter:
         return self.tile(node.operand)
 
     def computed(self, number: int, node: Compute) -> Tile:
-        """Return what an operator computes."""
+        """Return the result of an operator."""
         if (divided := self.divided(node)) is not None:
             return divided[0] or Tile(tl.full([], divided[1], node.dtype))
         source = self.chosen(node)
@@ -779,7 +779,7 @@ class Emitter:
     # -- what is known ---------------------------------------------------------------------------------
 
     def literal(self, number: int) -> float | bool | None:
-        """Return what a node is for the elements of unrolled axes that are emitted now, if it is a number."""
+        """Return a node's number for the unrolled elements that are emitted now; None if it is no number."""
         node = self.loops.nodes[number]
         match node:
             case Constant(value):

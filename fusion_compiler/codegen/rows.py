@@ -138,7 +138,7 @@ class RowEmitter(RowTiles):
         self.store_all(of_row)
 
     def accumulated(self) -> list[int]:
-        """Return what sums over rows are computed of."""
+        """Return the operands of sums over rows."""
         return [self.reduction(n).operand for n in self.a.across_rows]
 
     def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:

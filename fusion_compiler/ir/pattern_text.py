@@ -78,8 +78,8 @@ def _function(
 
 
 def _closure(function: Any, names: Mapping[str, object]) -> dict[str, object] | None:
-    """Return what a function reads of the one around it; None if that is no plain value, or the name is
-    taken."""
+    """Return the variables that a function reads from the function around it; None if one is no plain value,
+    or its name is taken."""
     if not isinstance(function, types.FunctionType):
         return {}
     try:

@@ -92,7 +92,7 @@ class Cluster:
 
     @property
     def eager_us(self) -> float:
-        """Return what eager's calls for the same ops would take."""
+        """Return the cost of eager's calls for the same ops."""
         return sum(call.cost.us for call in self.eager)
 
 
@@ -150,7 +150,7 @@ class PlanData:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Return what each rule decided about the graph, as text."""
+        """Return the decision of each rule about the graph, as text."""
         return texts_of(self.about_graph)
 
     def decision(self, rule: str) -> Decision | None:

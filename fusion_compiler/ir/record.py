@@ -46,7 +46,7 @@ def write(value: Any) -> dict[str, Any]:
 
 
 def read(written: Mapping[str, Any]) -> Any:
-    """Return what was written. Raise KeyError, TypeError, ValueError or AttributeError for anything else."""
+    """Return the written object. Raise KeyError, TypeError, ValueError or AttributeError for other data."""
     return _Reader(written["values"]).read(written["value"])
 
 

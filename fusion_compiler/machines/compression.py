@@ -246,7 +246,7 @@ class Coder:
         return self._shaped(x)
 
     def _lost(self, x: Tensor, stored: tuple[Tensor, ...], *mask: Tensor) -> Tensor:
-        """Return what `stored` lacks of x; what the mask leaves out has no gradient, and is no loss."""
+        """Return x minus the decoded `stored`, and zero for masked elements, which have no gradient."""
         lost = x - self._decode(stored, *mask)
         for packed in mask:
             lost = torch.where(self._shaped(unpack_mask(packed)) != 0, lost, 0)

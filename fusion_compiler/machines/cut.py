@@ -248,7 +248,7 @@ def least(
 
 
 def price(chain: Chain, places: Sequence[Place], at: Sequence[int]) -> Cuts:
-    """Return what given cuts take; infinitely long if a stage is empty or does not fit."""
+    """Return the times of given cuts, which are infinite if a stage is empty or does not fit."""
     ends = list(itertools.pairwise((0, *at, chain.groups)))
     fit = [np.isfinite(chain.stage_us(place)[i, j]) for place, (i, j) in zip(places, ends, strict=True)]
     if not all(fit):

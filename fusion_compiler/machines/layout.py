@@ -95,7 +95,7 @@ class Layout:
         return tuple(values)
 
     def state_bytes(self, attribute: str) -> float:
-        """Return what a parameter or buffer takes: itself, its gradient and the optimizer's state."""
+        """Return the bytes of a parameter or buffer, its gradient and the optimizer's state."""
         tensor = self.work.tensor(attribute)
         if not isinstance(tensor, Tensor):
             return 0.0

@@ -42,8 +42,8 @@ def reasons(
 def neighbours(
     layout: Layout, places: Sequence[Place], chosen: Cuts, step_us: Callable[[Cuts], float]
 ) -> Iterator[Decision]:
-    """Yield what the step would take with each cut moved to the best place before it, and to the best behind
-    it, in another module."""
+    """Yield the comparison with each cut moved to the best place before it, and to the best one after it, in
+    another module."""
     ours = step_us(chosen)
     for number, group in enumerate(chosen.at):
         lower, upper = ((0, *chosen.at)[number], (*chosen.at, layout.chain.groups)[number + 1])
@@ -105,7 +105,7 @@ def equal_layers(layout: Layout, places: Sequence[Place]) -> Cuts | None:
 def compared(
     layout: Layout, places: Sequence[Place], chosen: Cuts, step_us: Callable[[Cuts], float]
 ) -> Iterator[Decision]:
-    """Yield what the step would take with equal layers on each stage."""
+    """Yield the comparison with equal layers on each stage."""
     equal = equal_layers(layout, places)
     if equal is None:
         return
@@ -121,7 +121,7 @@ def compared(
 
 
 def alone(layout: Layout, places: Sequence[Place], microbatches: int, ours: float) -> Iterator[Decision]:
-    """Yield what one machine would take for the step, of those into whose memory the model fits."""
+    """Yield the comparison with the fastest single machine whose memory the model fits into."""
     chain = layout.chain
     fits = [p for p in places if chain.state[0, -1] + chain.saved[0, -1] <= p.memory]
     if not fits:
@@ -133,7 +133,7 @@ def alone(layout: Layout, places: Sequence[Place], microbatches: int, ours: floa
 
 
 def repeats(layout: Layout, chosen: Cuts) -> Iterator[Decision]:
-    """Yield what a stage computes again for its own operators, instead of receiving it."""
+    """Yield the values that a stage computes again for its own operators, instead of receiving them."""
     stages: dict[str, list[int]] = {}
     for number, (i, j) in enumerate(itertools.pairwise((0, *chosen.at, layout.chain.groups))):
         again = layout.repeated_in(i, j)

@@ -279,7 +279,7 @@ def digest(plan: PipelinePlan) -> str:
 
 
 def names_of(plan: PipelinePlan, world: int) -> list[str]:
-    """Return what messages call each process."""
+    """Return the name of each process in messages."""
     names: list[str] = []
     for rank in range(world):
         numbers = ", ".join(str(s.number) for s in plan.stages if s.number % world == rank)

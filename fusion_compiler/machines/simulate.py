@@ -42,7 +42,7 @@ def in_flight(schedule: Schedule, stage: int, stages: int, machines: int, microb
 def actions(
     schedule: Schedule, machine: int, stages: int, machines: int, microbatches: int, training: bool = True
 ) -> list[Action]:
-    """Return what a machine runs, in order. Stage s is on machine s modulo `machines`."""
+    """Return the actions of a machine in order. Stage s is on machine s modulo `machines`."""
     local = stages // machines
     if not training or schedule is Schedule.GPIPE:
         numbers = [s * machines + machine for s in range(local)]

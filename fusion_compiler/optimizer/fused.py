@@ -179,7 +179,7 @@ class FusedOptimizer:
         self.optimizer.__dict__.update(self._before)
 
     def _forget(self) -> None:
-        """Drop what is remembered of groups and states that are about to be replaced."""
+        """Forget groups and states that are about to be replaced."""
         self._assemblies.clear()
         self._numbers.clear()
 

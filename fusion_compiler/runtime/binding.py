@@ -79,8 +79,8 @@ class Varying:
 def direct_call(
     run: Any, function: object, packed: object, count: int
 ) -> tuple[Callable[..., None], tuple[object, ...]] | None:
-    """Return what a Triton launcher calls for a kernel of `count` parameters, and its arguments. Return None
-    if the launcher does more than to pass the kernel's arguments on.
+    """Return the function that a Triton launcher calls for a kernel of `count` parameters, and its arguments.
+    Return None if the launcher does more than pass the kernel's arguments on.
 
     A launcher is a Python object that sorts its arguments and allocates scratch before it calls a C function,
     `run.launch`; asking it what it would pass on works for any version of Triton.

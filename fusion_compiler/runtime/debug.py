@@ -1,4 +1,4 @@
-"""Print what FUSION_DEBUG asks for, write what FUSION_DUMP asks for, and log both.
+"""Print the reports of FUSION_DEBUG, write the files of FUSION_DUMP, and log both.
 
 FUSION_DEBUG=1   each graph's plan           FUSION_DUMP=dir  the same as files, everything:
 FUSION_DEBUG=2   + every rejection           dir/<graph>/plan.txt, plan.json

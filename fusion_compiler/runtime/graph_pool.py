@@ -182,8 +182,8 @@ class Pool:
         return self._captures
 
     def capture(self, run: Boxed, arguments: list[Any]) -> tuple[Callable[[], None], list[Any], int]:
-        """Return what launches a call again, the results that this leaves, and the bytes by which the pool
-        grew. Nothing runs yet. arguments: emptied."""
+        """Return a function that launches a call again, the results that it writes, and the bytes by which
+        the pool grew. Nothing runs yet. arguments: emptied."""
         from torch._inductor.cudagraph_trees import clear_cublas_manager
 
         with torch.cuda.device(self.index):

@@ -496,7 +496,7 @@ def _inline_assembly(asm: str, _constraints: str, values: Any, results: Any, _pu
 
 
 def _ptx(name: str, numbers: list[Any]) -> tuple[Array, ...] | None:
-    """Return what one instruction makes of its operands, or None for an unknown instruction."""
+    """Return the results of one instruction, or None for an unknown instruction."""
     match name.removesuffix(".f32").removesuffix(".ftz").split("."):
         case [function, "approx"] if function in APPROXIMATIONS:
             return (APPROXIMATIONS[function](numbers[0].astype(np.float64)).astype(np.float32),)

@@ -229,7 +229,7 @@ class Runner:
         raise self._error("compile", "".join(reasons))
 
     def _recorded(self, gpu: Gpu) -> Choice | None:
-        """Return what an earlier process found fastest, or None."""
+        """Return the choice of an earlier process, or None."""
         record = self.store.get(tuning_key(self.candidates, gpu.name)) if self.store is not None else None
         if not isinstance(record, dict):
             return None

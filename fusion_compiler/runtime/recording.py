@@ -369,7 +369,7 @@ class _Layout:
         self._span = last + 1 if tensor.numel() else 0
 
     def memory(self, tensor: Tensor) -> Tensor:
-        """Return what a tensor of this layout spans, each element once."""
+        """Return the memory that a tensor of this layout spans, each element once."""
         return tensor if self._is_dense else tensor.as_strided((self._span,), (1,))
 
     def tensor(self, memory: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def build_of(
     loose: frozenset[str] = frozenset(),
     wide_sizes: bool = False,
 ) -> Build:
-    """Return what to compile for `kernel`.
+    """Return the build of `kernel` for a target.
 
     loose: inputs and sizes, by `Argument.launch_name`, that are no multiples of 16, whatever its arguments
         claim.

@@ -366,7 +366,7 @@ class Analysis:
 
     @cached_property
     def live_by_axes(self) -> tuple[Mapping[frozenset[int], int], ...]:
-        """Return what `live` has, added up for the values that vary over the same axes."""
+        """Return the numbers of `live`, added up over values that vary over the same axes."""
         by_axes = list[Mapping[frozenset[int], int]]()
         for moment in self.live:
             sums = dict[frozenset[int], int]()

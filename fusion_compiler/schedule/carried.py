@@ -357,7 +357,7 @@ def _drawn(dtype: torch.dtype, shape: tuple[int, int], random: torch.Generator) 
 
 
 def _computed(loops: LoopNest, number: int, values: Mapping[int, Tensor]) -> Tensor:
-    """Return what a node is of the values of its operands, floats in float64."""
+    """Return a node's value for the values of its operands, with floats in float64."""
     node = loops.nodes[number]
     if isinstance(node, Constant):
         dtype = torch.float64 if node.dtype.is_floating_point else node.dtype

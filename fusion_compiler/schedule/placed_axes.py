@@ -137,7 +137,7 @@ class PlacedAxes:
         return self.of_index(store.index).union(*(self.depends[o] for o in store_operands(store)))
 
     def reduced_by(self, node: Reduce) -> frozenset[Leaf]:
-        """Return what each program reduces of a reduction."""
+        """Return the part of a reduction that each program reduces."""
         return frozenset(leaf for leaf in self.of_axes(node.axes) if leaf.place is not Place.GRID)
 
     def last_group(self) -> tuple[Dim, Leaf, Leaf] | None:

@@ -52,7 +52,7 @@ def inner_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
 def compiled_graph(
     graph: fx.GraphModule, compile: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
 ) -> CompiledGraph:
-    """Return what runs in the place of `graph`. compile: takes a graph that returns a tuple."""
+    """Return the callable that runs in place of `graph`. compile: takes a graph that returns a tuple."""
     one = isinstance(graph.graph.output_node().args[0], fx.Node)
     strides = [strides_of(value) for value in _inputs(graph)]
     return CompiledGraph(compile(_returning_a_tuple(graph) if one else graph), strides, one)
@@ -105,7 +105,7 @@ def _inputs(part: nn.Module) -> list[Any]:
 
 
 def lowered(node: fx.Node, module: fx.GraphModule) -> tuple[Lowered, list[fx.Node]]:
-    """Return what to call in the place of a higher-order operator's node, and its operands."""
+    """Return the function to call in place of a higher-order operator's node, and its operands."""
     operands = [n for n in node.all_input_nodes if not _is_graph(n)]
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

@@ -152,7 +152,8 @@ def _alive(
     at: int,
     reuses: Container[str],
 ) -> tuple[tuple[str, int], ...]:
-    """Return what is in use during step `at`: made by then, and read then or later, or returned."""
+    """Return the values in use during step `at`, with their bytes: computed by then, and read then or later,
+    or returned."""
     later = {name for step in steps[at:] for name in (*step.reads, *step.makes)} | returned
     sizes = dict(held)
     for step in steps[: at + 1]:
@@ -199,7 +200,7 @@ def _beside(op: Op, hints: Hints | None) -> int:
 
 
 def _results(dag: OpDag, name: str) -> list[str]:
-    """Return what a step returns: itself, and the parts that are taken out of it."""
+    """Return the results of a step: itself, and the parts that are taken out of it."""
     names = [name]
     for result in names:
         names += [

@@ -112,7 +112,7 @@ def with_products(plan: FusionPlan, choose: Choose = predicted) -> FusionPlan:
 
 
 def _decided(search: Search, option: Option, times: Times, names: Mapping[int, str]) -> list[Decision]:
-    """Return what was decided about an option. names: of the plan's clusters, by their candidates."""
+    """Return the decision about an option. names: the plan's clusters' names, by candidate."""
     if times.pays:
         outcome = Outcome.FORCED if times.forced else Outcome.DONE
         rest = " and another of the rest" if option.rest is not None else ""

@@ -127,7 +127,7 @@ def _mark_single_producers(clusters: Sequence[Cluster], dag: OpDag) -> list[Clus
 
 
 def _rounded(dag: OpDag) -> Decisions:
-    """Return what the plan says about values that are rounded because a discontinuous operation depends on
+    """Return the plan's note on values that are rounded because a discontinuous operation depends on
     them."""
     ops = [dag.op(name) for name in dag.order]
     computed = (op for op in ops if op.reproducible and spec_of(op.target) is not None and not is_view(op))
@@ -140,7 +140,7 @@ def _rounded(dag: OpDag) -> Decisions:
 
 
 def _phase(dag: OpDag, clusters: Sequence[Cluster], setting: Setting) -> Decisions:
-    """Return what the plan says about a graph if products of few tokens take most of its products' time."""
+    """Return the plan's note on a graph whose products of few tokens take most of its products' time."""
     tokens = {op.name: tokens_of(op, setting.hints) for op in map(dag.op, dag.order)}
     every = [dag.op(name) for name, number in tokens.items() if number < inf]
     few = [op for op in every if tokens[op.name] <= FEW_ROWS]

@@ -190,7 +190,7 @@ def _of_pooling(build: Builder, op: Op, image: str, windows: str) -> Windows:
 
 
 def _divisor(build: Builder, op: Op, windows: Windows, at: Coords) -> Value | int:
-    """Return what sums of windows are divided by: a number, or where it differs the node that holds it."""
+    """Return the divisor of sums of windows: a number, or the node that holds it if it differs."""
     named = op.arguments
     if named["divisor_override"] is not None:
         return named["divisor_override"]

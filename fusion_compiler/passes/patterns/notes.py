@@ -71,7 +71,7 @@ def overlaps(result: MatchResult, watched: Collection[Pattern]) -> list[tuple[st
 def notes_of_hints(
     patterns: Sequence[Traced], result: MatchResult, watched: Collection[Pattern], *, backward: bool
 ) -> Decisions:
-    """Return what became of the user's hints in one graph, empty if there are none.
+    """Return the outcomes of the user's hints in one graph, empty if there are none.
 
     backward: the graph is a backward one, in which only the gradients of patterns are expected.
     """
@@ -101,7 +101,7 @@ def _after_kernels(dag: OpDag) -> str:
 def notes_of_rules(
     patterns: Sequence[Traced], result: MatchResult, watched: Collection[Pattern]
 ) -> tuple[Decision, ...]:
-    """Return what became of rewrites and kernels without a match; each match has a note of its own."""
+    """Return the outcomes of rewrites and kernels without a match; each match has its own note."""
     rows = [
         *overlaps(result, watched),
         *not_found(patterns, result, watched, exact=True),

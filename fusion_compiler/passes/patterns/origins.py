@@ -20,7 +20,7 @@ Verdict = bool | str
 
 
 def is_wanted(pattern: Pattern, inputs: tuple[Any, ...], dag: OpDag, o: Origins) -> Verdict:
-    """Return what the pattern's `where=` says of a match, True without one. A string is a reason to refuse.
+    """Return the verdict of the pattern's `where=`, or True without one. A string is a reason to refuse.
 
     inputs: an op or a number for each argument. The answer is no if a gradient needs none of an
     argument's values, or if the predicate asks about a size that only data decides.

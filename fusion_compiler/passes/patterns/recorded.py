@@ -96,7 +96,7 @@ def roots_of(traced: Traced, graph: fx.Graph) -> list[fx.Node]:
 
 
 def region(gm: fx.GraphModule, roots: Mapping[fx.Node, int]) -> OpDag:
-    """Return what lies behind some nodes, at most so many ops before each, without costs."""
+    """Return the ops before some nodes, at most so many before each, without costs."""
     inside: set[fx.Node] = set()
     edge: set[fx.Node] = set()
     for root, depth in roots.items():

@@ -119,7 +119,7 @@ class _Write:
 
     @property
     def operands(self) -> list[fx.Node]:
-        """Return what is written, and where, without the base."""
+        """Return the written value and its indices, without the base."""
         if self.form is not None:
             return nodes_in((self.path[0].args, self.path[0].kwargs))[1:]
         return nodes_in((self.source, self.indices))
