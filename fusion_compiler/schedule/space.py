@@ -133,11 +133,6 @@ def cheapest(roofline: Roofline) -> Cost:
     return min(map(roofline.cost, runs), key=attrgetter("us"))
 
 
-def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
-    """True if a kind has schedules for a loop nest."""
-    return kind in KINDS and kind.suits(a) and not kind.refuses(a, device)
-
-
 def _suited(a: Analysis) -> list[ModuleType]:
     return [kind for kind in KINDS if kind.suits(a)]
 
