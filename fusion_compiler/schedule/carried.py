@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -43,6 +43,7 @@ from fusion_compiler.ir.loops import (
     pair_of,
     rounding_of,
     with_operands,
+    with_readers,
 )
 from fusion_compiler.ops.arithmetic import ADD, DIV, EXP, MUL, SUB
 
@@ -159,15 +160,6 @@ def _at(loops: LoopNest, number: int, known: Mapping[int, T], values: Values[T])
     return values.computed(node, {o: _at(loops, o, known, values) for o in operands_of(node)})
 
 
-def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:
-    """Return some nodes and all that is computed of them."""
-    late = set(numbers)
-    for n, node in enumerate(loops.nodes):
-        if not late.isdisjoint(operands_of(node)):
-            late.add(n)
-    return frozenset(late)
-
-
 class Terms:
     """The terms F(x, d) of a reduction.
 
@@ -178,15 +170,15 @@ class Terms:
     def __init__(self, loops: LoopNest, reduce: Reduce) -> None:
         self.loops, self.reduce = loops, reduce
         others = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
-        same = {n for n in others if _reduction(loops, n).axes == reduce.axes}
+        same = {n for n in others if loops.reduction(n).axes == reduce.axes}
         within = with_operands(loops, (reduce.operand,), same)
         self.reads = tuple(sorted(within & same))
-        late = dependent(loops, self.reads)
+        late = with_readers(loops, self.reads)
         self.mixed = sorted(within & late - same)
         self.peaks = {
-            n: _reduction(loops, n).operand
+            n: loops.reduction(n).operand
             for n in self.reads
-            if _reduction(loops, n).combine in PEAKS
+            if loops.reduction(n).combine in PEAKS
         }
 
     def refusal(self) -> str | None:
@@ -205,7 +197,7 @@ class Terms:
         """Return x: the nodes that vary along the reduced axes and of which F is computed, without those that
         are computed of them. The operands of maxima are among them."""
         nodes, peaks = self.loops.nodes, frozenset(self.peaks.values())
-        above = dependent(self.loops, peaks) - peaks
+        above = with_readers(self.loops, peaks) - peaks
         data, stack = set[int](), [*operands_of(self.reduce)]
         visited = set[int]()
         while stack:
@@ -274,7 +266,7 @@ class Terms:
         with _disable_current_modes():
             points = dict(self.points)
             for n, x in peaks.items():
-                least, d = PEAKS[_reduction(self.loops, n).combine], FAR * points[n]
+                least, d = PEAKS[self.loops.reduction(n).combine], FAR * points[n]
                 below = FAR * points[x].abs() * math.copysign(1, least)
                 points |= {n: d, x: torch.cat((d + below, d.expand(len(below), -1)))}
             others = {n: v for n, v in points.items() if n not in peaks.keys() | peaks.values()}
@@ -286,7 +278,7 @@ class Terms:
         with _disable_current_modes():
             points = dict(self.points)
             for n, operand in self.peaks.items():
-                nothing = torch.full((1, 1), PEAKS[_reduction(self.loops, n).combine], dtype=torch.float64)
+                nothing = torch.full((1, 1), PEAKS[self.loops.reduction(n).combine], dtype=torch.float64)
                 points |= {n: nothing, operand: nothing}
             return bool(self.at(self.reduce.operand, points).isnan().all())
 
@@ -342,12 +334,6 @@ def _is_sum(text: str) -> bool:
         if depth == 0 and text[position : position + 3] in (" + ", " - ", " / "):
             return True
     return False
-
-
-def _reduction(loops: LoopNest, number: int) -> Reduce:
-    node = loops.nodes[number]
-    assert isinstance(node, Reduce)
-    return node
 
 
 def _drawn(dtype: torch.dtype, shape: tuple[int, int], random: torch.Generator) -> Tensor:
