@@ -45,6 +45,7 @@ from fusion_compiler.ir.loops import (
     with_operands,
     with_readers,
 )
+from fusion_compiler.ir.walk import walk
 from fusion_compiler.ops.arithmetic import ADD, DIV, EXP, MUL, SUB
 
 POINTS = 24  # of the loop's data, and of earlier results
@@ -198,18 +199,13 @@ class Terms:
         are computed of them. The operands of maxima are among them."""
         nodes, peaks = self.loops.nodes, frozenset(self.peaks.values())
         above = with_readers(self.loops, peaks) - peaks
-        data, stack = set[int](), [*operands_of(self.reduce)]
-        visited = set[int]()
-        while stack:
-            n = stack.pop()
-            if n in visited or n in self.reads or isinstance(nodes[n], Constant):
-                continue
-            visited.add(n)
-            if n in self.mixed or (n in above and isinstance(nodes[n], Compute)):
-                stack += operands_of(nodes[n])
-            else:
-                data.add(n)
-        return frozenset(data)
+
+        def is_computed(n: int) -> bool:
+            return n in self.mixed or (n in above and isinstance(nodes[n], Compute))
+
+        operands = walk(operands_of(self.reduce), lambda n: operands_of(nodes[n]) if is_computed(n) else ())
+        left_out = {*self.reads, *(n for n, node in enumerate(nodes) if isinstance(node, Constant))}
+        return frozenset(n for n in operands if not is_computed(n)) - left_out
 
     @functools.cached_property
     def points(self) -> dict[int, Tensor]:

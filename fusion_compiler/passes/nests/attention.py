@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, emit, reached
+from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.chunks import Chunked, Whole
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, reached
+from fusion_compiler.capture.graphs import arguments
 from fusion_compiler.ir.dims import Dim as Size
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.dims import reduced_dims
 from fusion_compiler.ops.products import factors_of
