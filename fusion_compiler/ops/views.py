@@ -133,10 +133,6 @@ def _reshaped(shape: Shape, /, **_: Size) -> View:
     return Reshaped()
 
 
-def _expanded(shape: Shape, /, **_: Size) -> View:
-    return Expanded()
-
-
 # The views that are rows of the operator table.
 VIEWS: Mapping[OpOverload, Reader] = {
     aten.permute.default: lambda shape, dims: Permuted(tuple(wrap(d, len(shape)) for d in dims)),
@@ -145,7 +141,7 @@ VIEWS: Mapping[OpOverload, Reader] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.diagonal.default: _diagonal,
-    aten.expand.default: _expanded,
+    aten.expand.default: lambda shape, **_: Expanded(),
     **dict.fromkeys(
         (
             aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
