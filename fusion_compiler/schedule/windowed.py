@@ -63,11 +63,9 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return None if next(runs(a, device), None) else "no tile holds what its windows read"
 
 
-def placements(
-    a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
-) -> tuple[Placement, ...]:
+def placements(a: Analysis, device: DeviceSpec) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
-    legal = (run.placement for run in runs(a, device, hints))
+    legal = (run.placement for run in runs(a, device))
     return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
 
 
