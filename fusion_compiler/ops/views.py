@@ -121,10 +121,6 @@ def _split_with_sizes(shape: Shape, split_sizes: Sequence[Size], dim: int = 0, *
     return Part(wrap(dim, len(shape)), sum(split_sizes[:part]))
 
 
-def _unbind(shape: Shape, dim: int = 0, *, part: int) -> View:
-    return Selected(wrap(dim, len(shape)), part)
-
-
 def _turned(shape: Shape, /, **_: Size) -> View:
     return Permuted(tuple(reversed(range(len(shape)))))
 
@@ -153,7 +149,8 @@ VIEWS: Mapping[OpOverload, Reader] = {
 }  # fmt: skip
 # Views of several results, each of which is a part of the operand.
 SPLITS: Mapping[OpOverload, Reader] = {
-    aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes, aten.unbind.int: _unbind,
+    aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: lambda shape, dim=0, *, part: Selected(wrap(dim, len(shape)), part),
 }  # fmt: skip
 # The views that are seen above autograd alone, since tracing takes them apart.
 COMPOSITES: Mapping[OpOverload, Reader] = {

@@ -214,14 +214,11 @@ class Terms:
         random = torch.Generator().manual_seed(0)
         points: dict[int, Tensor] = {}
         for n in sorted(self.data):
-            count = CANDIDATES if self._varies(n) else 1
-            points[n] = _drawn(self.loops.nodes[n].dtype, (count, 1), random)
+            varies = not self.loops.node_axes[n].isdisjoint(self.reduce.axes)
+            points[n] = _drawn(self.loops.nodes[n].dtype, (CANDIDATES if varies else 1, 1), random)
         for n in self.reads:
             points[n] = _drawn(self.loops.nodes[n].dtype, (1, CANDIDATES), random)
         return points
-
-    def _varies(self, number: int) -> bool:
-        return not self.loops.node_axes[number].isdisjoint(self.reduce.axes)
 
     def at(self, number: int, points: Mapping[int, Tensor]) -> Tensor:
         """Return a node's value in float64 where others have given values."""

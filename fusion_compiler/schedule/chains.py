@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from fusion_compiler.ir.loops import LoopNest, Node, Reduce, with_operands
+from fusion_compiler.ir.loops import LoopNest, Reduce, with_operands
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.products import sums_of_products
 
@@ -42,8 +41,8 @@ class Chain:
         sums, varies = sums_of_products(loops), loops.node_axes
         reads = {n: with_operands(loops, factors) & sums.keys() for n, factors in sums.items()}
         last = [n for n in sums if reads[n]]
-        others = (n for n in range(len(loops.nodes)) if n not in sums)
-        ends = last or [n for n in others if _reads(loops, loops.nodes[n], sums)]
+        others = ((n, node.operand) for n, node in enumerate(loops.nodes) if isinstance(node, Reduce))
+        ends = last or [n for n, o in others if n not in sums and with_operands(loops, (o,)) & sums.keys()]
         if not ends or not all(loops.reduction(n).axes == loops.reduction(ends[0]).axes for n in ends):
             return None
         reduced, rows, features = loops.reduction(ends[0]).axes, set[int](), set[int]()
@@ -70,8 +69,3 @@ class Chain:
         first, *across = sorted(rows)
         called = min(reduced), first, frozenset(features), tuple(sums), tuple(carried)
         return cls(*called, has_parts and not across, tuple(across))
-
-
-def _reads(loops: LoopNest, node: Node, sums: Collection[int]) -> bool:
-    """True for a reduction that reads products."""
-    return isinstance(node, Reduce) and not with_operands(loops, (node.operand,)).isdisjoint(sums)

@@ -150,7 +150,8 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
     grid: list[Split | At] = []
     lanes: list[Split | At] = []
     unrolled: list[Split | At] = []
-    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    place = Place.LOOP if _is_reduced(loops, w.vector) else Place.GRID
+    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", place)]
     grid += [At(name[n], Place.GRID) for n in w.rest if n not in w.parted]
     if not w.are_reduced:
         for n in w.parted[:1]:
@@ -197,11 +198,6 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
 
 def _is_reduced(loops: LoopNest, axis: int) -> bool:
     return loops.axes[axis].group == INNER
-
-
-def _outer(loops: LoopNest, axis: int) -> Place:
-    """Return the place of an axis, or of its outer part, that no tile holds."""
-    return Place.LOOP if _is_reduced(loops, axis) else Place.GRID
 
 
 def issue_us(run: Run, w: Windows, device: DeviceSpec) -> float:
