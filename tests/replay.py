@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.kernels.schedule_grid import grid
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.codegen.assemble import Nests, build
 from fusion_compiler.ir.canonical import Canonical, canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.grid import grid
 from fusion_compiler.schedule.row_tiles import RowTile
 from tests import golden_cases
 from tests.exactness import placements

@@ -29,6 +29,7 @@ from benchmarks.kernels import ranking
 from benchmarks.kernels.bars import mean_error, rank_correlation
 from benchmarks.kernels.case import Case
 from benchmarks.kernels.measure import gradients_of, leaves, run
+from benchmarks.kernels.schedule_grid import grid, neighbours
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.codegen.emit import program_of
 from fusion_compiler.compiler.compiler import Compiler
@@ -43,7 +44,6 @@ from fusion_compiler.runtime.binding import Gpu
 from fusion_compiler.runtime.builds import compile_builds
 from fusion_compiler.runtime.launch import Runner, find_gpu, program_builds
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.grid import grid, neighbours
 from fusion_compiler.schedule.row_tiles import RowTile, placement_of
 
 Schedule = ranking.Schedule

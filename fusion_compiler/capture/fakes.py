@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch._higher_order_ops.utils import registered_hop_fake_fns
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+# Operators whose rule is registered with FakeTensorMode itself, which looks it up when it is dispatched to.
+REDIRECTED: Container[object] = registered_hop_fake_fns
 
 
 def fake_of(tensor: Tensor, mode: FakeTensorMode, context: TracingContext) -> FakeTensor:
@@ -33,7 +37,7 @@ class FakesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator) and func not in registered_hop_fake_fns:
+        if isinstance(func, HigherOrderOperator) and func not in REDIRECTED:
             rule = func.python_key_table.get(FakeTensorMode)
             if rule is None:
                 raise NotImplementedError(f"PyTorch has no rule for {func} on FakeTensors")

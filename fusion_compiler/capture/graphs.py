@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusion_compiler.ir.effects import has_effect
 from fusion_compiler.ir.graph_pass import Refused
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.own.channel_order import dimensions_in_memory
 from fusion_compiler.ops.schema import bound, draws, reads_strides, written
 
@@ -88,16 +89,6 @@ def is_pure(node: fx.Node) -> bool:
         and not (written(target) or draws(target) or has_effect(node))
         and "empty" not in target._schema.name  # uninitialised memory
     )
-
-
-def reached(start: Iterable[fx.Node], further: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return the nodes of `start`, the nodes that `further` returns for each of them, and so on."""
-    nodes, pending = set[fx.Node](), [*start]
-    while pending:
-        if (node := pending.pop()) not in nodes:
-            nodes.add(node)
-            pending += further(node)
-    return nodes
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:

@@ -43,10 +43,11 @@ from fusion_compiler.ir.loops import (
     is_applied,
     operands_of,
     source_of,
+    with_readers,
 )
 from fusion_compiler.ops.arithmetic import ADD, EXP
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
-from fusion_compiler.schedule.carried import PEAKS, Carried, Values, dependent, growth_of
+from fusion_compiler.schedule.carried import PEAKS, Carried, Values, growth_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
 from fusion_compiler.schedule.placement import Leaf
 from fusion_compiler.schedule.shared_reductions import SharedReductions
@@ -84,7 +85,7 @@ class CarryingEmitter(ChainEmitter):
         self.fp16 |= {n for of in carried.values() for n in of.powers}
         self.dots = products_of(self.loops, self.placement, self.where)
         self.bases = frozenset(n for of in carried.values() for n in of.reads)
-        late = {n: dependent(self.loops, (n,)) for n in self.bases}
+        late = {n: with_readers(self.loops, (n,)) for n in self.bases}
         self.waits = [{n for n in self.bases if number in late[n]} for number in range(len(self.loops.nodes))]
         self.running: dict[int, Running] = {}
         self.plain = {of.plain for of in carried.values()}
@@ -100,7 +101,7 @@ class CarryingEmitter(ChainEmitter):
     def _reaches_a_sum(self, base: int, late: frozenset[int]) -> bool:
         """True if every store that depends on a maximum depends on a sum of exponentials of it as well, which
         is NaN where an element is."""
-        sums = dependent(self.loops, [n for n, of in self.carried.items() if base in of.reads])
+        sums = with_readers(self.loops, [n for n, of in self.carried.items() if base in of.reads])
         return all(store.value in sums for store in self.loops.stores if store.value in late)
 
     # -- dimensions --------------------------------------------------------------------------------------

@@ -36,10 +36,10 @@ from fusion_compiler.ir.loops import (
     axes_in,
     operands_of,
     store_operands,
+    with_readers,
 )
 from fusion_compiler.ir.moments import is_exact
 from fusion_compiler.ops.syntax import Expression, Items, Var, fm, lift, tl
-from fusion_compiler.schedule.analysis import waiting
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
@@ -315,7 +315,7 @@ class RowEmitter(RowTiles):
         squares, rest, corrected = Var("row_sum"), Var("rest"), Var(str(middle.target._opname).lstrip("_"))
         self.add(Assign((squares, rest), fm.sums(*tiles, axis, len(self.lanes) > 1)))
         self.add(Assign((corrected, squares), fm.corrected(before.value, squares, rest, self.a.size(COLS))))
-        for dependent in waiting(self.loops, (mean,)):
+        for dependent in with_readers(self.loops, (mean,)):
             scope.tiles.pop(self.key(dependent), None)
         scope.tiles[self.key(mean)] = replace(before, value=corrected)
         return replace(before, value=squares)

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from fusion_compiler.ops.schema import bound
+
 Arguments = Mapping[str, Any]  # of a call, by the names of its schema; tensors have a shape and a dtype
 
 # Operators of floating-point tensors.
@@ -54,8 +56,7 @@ def refuses(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     if not checks:
         return False
     assert isinstance(target, OpOverload)
-    schema = {argument.name: argument.default_value for argument in target._schema.arguments}
-    named = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
+    named = bound(target, args, kwargs)
     return any(check(named) for check in checks)
 
 
@@ -82,20 +83,8 @@ def _has_integers(call: Arguments) -> bool:
     return not all(d.is_floating_point or d.is_complex for d in _dtypes(call))
 
 
-def _has_integers_but_targets(call: Arguments) -> bool:
-    return _has_integers({name: x for name, x in call.items() if name != "target"})
-
-
 def _has_floats(call: Arguments) -> bool:
     return any(d.is_floating_point or d.is_complex for d in _dtypes(call))
-
-
-def _is_all_bool(call: Arguments) -> bool:
-    return all(d is torch.bool for d in _dtypes(call))
-
-
-def _has_several_dtypes(call: Arguments) -> bool:
-    return len(set(_dtypes(call))) > 1
 
 
 def _has_more_than_channels(call: Arguments) -> bool:
@@ -159,11 +148,6 @@ def _selects_wrongly(call: Arguments) -> bool:
     return several or index.dtype not in (torch.int32, torch.int64) or _has_no_such_dim(call)
 
 
-def _has_float_indices(call: Arguments) -> bool:
-    """True for an embedding unless the indices are integers."""
-    return call["indices"].dtype not in (torch.int32, torch.int64)
-
-
 def _copies_wrongly(call: Arguments) -> bool:
     """True for an index_copy unless there is a place for each slice of a source with as many dimensions, or
     one place if there are none."""
@@ -180,16 +164,6 @@ def _replaces_another_shape(call: Arguments) -> bool:
         return True
     size = x.shape[dim]
     return type(index) is int and type(size) is int and not -size <= index < size
-
-
-def _puts_another_dtype(call: Arguments) -> bool:
-    """True for an index_put unless the values have the dtype of what they replace or are added to."""
-    return call["values"].dtype is not call["self"].dtype
-
-
-def _has_other_pixels(call: Arguments) -> bool:
-    """True for an nll_loss2d unless there is a target for each pixel of each image."""
-    return _differ(_without(call["self"].shape, 1), call["target"].shape)
 
 
 def _inverts_integers(call: Arguments) -> bool:
@@ -211,10 +185,10 @@ def _is_bounded_outside(call: Arguments) -> bool:
 def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
     for names, check in (
         (_FLOATING, _has_integers),
-        (_FLOATING_BUT_TARGETS, _has_integers_but_targets),
+        (_FLOATING_BUT_TARGETS, lambda call: _has_integers({**call, "target": None})),
         (_INTEGERS, _has_floats),
-        (_NOT_BOOL, _is_all_bool),
-        (_OF_ONE_DTYPE, _has_several_dtypes),
+        (_NOT_BOOL, lambda call: {*_dtypes(call)} <= {torch.bool}),
+        (_OF_ONE_DTYPE, lambda call: len({*_dtypes(call)}) > 1),
         (_OF_CHANNELS, _has_more_than_channels),
         (_ALONG_DIM, _has_no_such_dim),
         (_BOUNDED, _is_bounded_outside),
@@ -228,13 +202,14 @@ def _table() -> Iterator[tuple[str, Callable[[Arguments], Any]]]:
     yield "smooth_l1_loss", lambda call: call["beta"] < 0
     yield "huber_loss", lambda call: call["delta"] <= 0
     yield "index_copy", _copies_wrongly
-    yield "embedding", _has_float_indices
+    yield "embedding", lambda call: call["indices"].dtype not in (torch.int32, torch.int64)
     yield "index_fill", lambda call: call["index"].dtype is not torch.int64
     yield "pixel_unshuffle", _does_not_divide
     yield "pow.Tensor_Scalar", _inverts_integers
     yield "index_add", _adds_other_rows
-    yield "index_put", _puts_another_dtype
-    yield "nll_loss2d_forward", _has_other_pixels
+    yield "index_put", lambda call: call["values"].dtype is not call["self"].dtype
+    # There is a target for each pixel of each image.
+    yield "nll_loss2d_forward", lambda call: _differ(_without(call["self"].shape, 1), call["target"].shape)
     yield "index_select", _selects_wrongly
     yield "select_scatter", _replaces_another_shape
 

@@ -121,20 +121,12 @@ def _split_with_sizes(shape: Shape, split_sizes: Sequence[Size], dim: int = 0, *
     return Part(wrap(dim, len(shape)), sum(split_sizes[:part]))
 
 
-def _unbind(shape: Shape, dim: int = 0, *, part: int) -> View:
-    return Selected(wrap(dim, len(shape)), part)
-
-
 def _turned(shape: Shape, /, **_: Size) -> View:
     return Permuted(tuple(reversed(range(len(shape)))))
 
 
 def _reshaped(shape: Shape, /, **_: Size) -> View:
     return Reshaped()
-
-
-def _expanded(shape: Shape, /, **_: Size) -> View:
-    return Expanded()
 
 
 # The views that are rows of the operator table.
@@ -145,7 +137,7 @@ VIEWS: Mapping[OpOverload, Reader] = {
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.diagonal.default: _diagonal,
-    aten.expand.default: _expanded,
+    aten.expand.default: lambda shape, **_: Expanded(),
     **dict.fromkeys(
         (
             aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
@@ -157,7 +149,8 @@ VIEWS: Mapping[OpOverload, Reader] = {
 }  # fmt: skip
 # Views of several results. Each result is a part of the operand.
 SPLITS: Mapping[OpOverload, Reader] = {
-    aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes, aten.unbind.int: _unbind,
+    aten.split.Tensor: _split, aten.split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: lambda shape, dim=0, *, part: Selected(wrap(dim, len(shape)), part),
 }  # fmt: skip
 # Views that only graphs above autograd have, since tracing decomposes them.
 COMPOSITES: Mapping[OpOverload, Reader] = {

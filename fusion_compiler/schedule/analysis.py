@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,7 +25,6 @@ from fusion_compiler.ir.loops import (
     Index,
     Load,
     LoopNest,
-    Node,
     Random,
     Reduce,
     Scan,
@@ -36,15 +35,14 @@ from fusion_compiler.ir.loops import (
     operands_of,
     pair_of,
     reduced_groups,
-    renumber,
-    renumber_axes,
-    renumber_store,
     right_neighbours,
     rounding_of,
     store_operands,
     with_operands,
+    with_readers,
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
+from fusion_compiler.ir.rebuilt import Rebuilt
 from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
 from fusion_compiler.schedule.chains import Chain
 from fusion_compiler.schedule.matrices import Matrices
@@ -84,11 +82,6 @@ class Analysis:
         """True if tiles of rows and columns run the nest (`schedule.row_tiles`), rather than those of any
         axes or of products."""
         return not self.inner and self.products is None
-
-    def reduction(self, number: int) -> Reduce:
-        node = self.loops.nodes[number]
-        assert isinstance(node, Reduce)
-        return node
 
     @cached_property
     def products(self) -> Products | None:
@@ -222,14 +215,14 @@ class Analysis:
     @cached_property
     def over_different_axes(self) -> bool:
         """True if reductions are over different inner axes, and are no products."""
-        several = bool(self.inner) and len({self.reduction(n).axes for n in self.uses}) > 1
+        several = bool(self.inner) and len({self.loops.reduction(n).axes for n in self.uses}) > 1
         return several and self.products is None
 
     @cached_property
     def late_axes(self) -> frozenset[int]:
         """Return the inner axes over which nothing is reduced but what is only stored."""
         read = (n for n, use in self.uses.items() if use.needs_all is not None or use.readers)
-        return self.inner - frozenset[int]().union(*(self.reduction(n).axes for n in read))
+        return self.inner - frozenset[int]().union(*(self.loops.reduction(n).axes for n in read))
 
     @cached_property
     def reductions(self) -> tuple[int, ...]:
@@ -379,7 +372,7 @@ class Analysis:
     def after_rows(self) -> frozenset[int]:
         """Return the nodes that wait for a reduction over the rows, which no program of the main kernel can
         complete alone."""
-        return waiting(self.loops, self.across_rows)
+        return with_readers(self.loops, self.across_rows)
 
     @cached_property
     def ends_in_a_row(self) -> bool:
@@ -394,8 +387,7 @@ class Analysis:
         nodes = self.loops.nodes
         pairs: dict[int, int] = {}
         for number in self.reductions:
-            reduce = nodes[number]
-            assert isinstance(reduce, Reduce)
+            reduce = self.loops.reduction(number)
             power = nodes[reduce.operand]
             is_sum_of_powers = reduce.combine == "sum" and is_applied(power, EXP)
             minus = pair_of(nodes[operands_of(power)[0]], SUB) if is_sum_of_powers else ()
@@ -446,7 +438,7 @@ class Analysis:
         """Return the maxima whose NaN reaches every store through the online sum anyway."""
         safe: set[int] = set()
         for total, peak in self.online.items():
-            of_peak, of_total = waiting(self.loops, (peak,)), waiting(self.loops, (total,))
+            of_peak, of_total = (with_readers(self.loops, (number,)) for number in (peak, total))
             stores = {s.buffer for s in self.loops.stores if s.value in of_peak}
             if stores and all(s.value in of_total for s in self.loops.stores if s.buffer in stores):
                 safe.add(peak)
@@ -507,17 +499,6 @@ class Analysis:
         return max(worst, hint(self.size(ROWS)) * hint(self.size(COLS)))
 
 
-def waiting(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
-    """Return some nodes and all nodes that depend on them."""
-    late = set(numbers)
-    if not late:
-        return frozenset()
-    for i, node in enumerate(loops.nodes):
-        if any(o in late for o in operands_of(node)):
-            late.add(i)
-    return frozenset(late)
-
-
 # A program adds up at most so many blocks of rows one after the other. If all terms are equal, each block
 # costs 2^-26 of the sum, and more blocks would lose more than eager's order of summation does.
 MOST_TURNS = 256
@@ -535,27 +516,19 @@ def ceil_div(a: Dim, b: int) -> Dim:
 
 
 
-
 def along_rows_first(loops: LoopNest) -> LoopNest:
     """Split each reduction over both groups into one along the row and one over the rows.
 
     Passes over the columns never hold a whole row, so each block has to be reduced before the next.
     """
-    numbers: dict[int, int] = {}
-    nodes: list[Node] = []
-    names: list[str] = []
-    rows, cols = (axes_in(loops.axes, (group,)) for group in (ROWS, COLS))
+    new, (rows, cols) = Rebuilt(loops), (axes_in(loops.axes, (group,)) for group in (ROWS, COLS))
     for i, node in enumerate(loops.nodes):
-        node = renumber(node, numbers)
         if rows and cols and isinstance(node, Reduce) and node.axes == rows | cols:
-            nodes.append(replace(node, axes=cols))
-            names.append(loops.names[i])
-            node = replace(node, operand=len(nodes) - 1, axes=rows)
-        numbers[i] = len(nodes)
-        nodes.append(node)
-        names.append(loops.names[i])
-    stores = tuple(renumber_store(s, numbers) for s in loops.stores)
-    return LoopNest(renumber_axes(loops.axes, numbers), tuple(nodes), stores, tuple(names))
+            along = new.add(replace(node, operand=new.numbers[node.operand], axes=cols), loops.names[i])
+            new.numbers[i] = new.add(replace(node, operand=along, axes=rows), loops.names[i])
+        else:
+            new.keep(i)
+    return new.done()
 
 
 def accumulator_dtype(reduce: Reduce) -> torch.dtype:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -43,7 +43,9 @@ from fusion_compiler.ir.loops import (
     pair_of,
     rounding_of,
     with_operands,
+    with_readers,
 )
+from fusion_compiler.ir.walk import walk
 from fusion_compiler.ops.arithmetic import ADD, DIV, EXP, MUL, SUB
 
 POINTS = 24  # of the loop's data, and of earlier results
@@ -159,15 +161,6 @@ def _at(loops: LoopNest, number: int, results: Mapping[int, T], values: Values[T
     return values.computed(node, {o: _at(loops, o, results, values) for o in operands_of(node)})
 
 
-def dependent(loops: LoopNest, numbers: Collection[int]) -> frozenset[int]:
-    """Return some nodes and all that is computed of them."""
-    late = set(numbers)
-    for n, node in enumerate(loops.nodes):
-        if not late.isdisjoint(operands_of(node)):
-            late.add(n)
-    return frozenset(late)
-
-
 class Terms:
     """The terms F(x, d) of a reduction.
 
@@ -178,15 +171,15 @@ class Terms:
     def __init__(self, loops: LoopNest, reduce: Reduce) -> None:
         self.loops, self.reduce = loops, reduce
         others = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
-        same = {n for n in others if _reduction(loops, n).axes == reduce.axes}
+        same = {n for n in others if loops.reduction(n).axes == reduce.axes}
         within = with_operands(loops, (reduce.operand,), same)
         self.reads = tuple(sorted(within & same))
-        late = dependent(loops, self.reads)
+        late = with_readers(loops, self.reads)
         self.mixed = sorted(within & late - same)
         self.peaks = {
-            n: _reduction(loops, n).operand
+            n: loops.reduction(n).operand
             for n in self.reads
-            if _reduction(loops, n).combine in PEAKS
+            if loops.reduction(n).combine in PEAKS
         }
 
     def refusal(self) -> str | None:
@@ -205,19 +198,14 @@ class Terms:
         """Return x: the nodes that vary along the reduced axes and of which F is computed, without those that
         are computed of them. The operands of maxima are among them."""
         nodes, peaks = self.loops.nodes, frozenset(self.peaks.values())
-        above = dependent(self.loops, peaks) - peaks
-        data, stack = set[int](), [*operands_of(self.reduce)]
-        visited = set[int]()
-        while stack:
-            n = stack.pop()
-            if n in visited or n in self.reads or isinstance(nodes[n], Constant):
-                continue
-            visited.add(n)
-            if n in self.mixed or (n in above and isinstance(nodes[n], Compute)):
-                stack += operands_of(nodes[n])
-            else:
-                data.add(n)
-        return frozenset(data)
+        above = with_readers(self.loops, peaks) - peaks
+
+        def is_computed(n: int) -> bool:
+            return n in self.mixed or (n in above and isinstance(nodes[n], Compute))
+
+        operands = walk(operands_of(self.reduce), lambda n: operands_of(nodes[n]) if is_computed(n) else ())
+        left_out = {*self.reads, *(n for n, node in enumerate(nodes) if isinstance(node, Constant))}
+        return frozenset(n for n in operands if not is_computed(n)) - left_out
 
     @functools.cached_property
     def points(self) -> dict[int, Tensor]:
@@ -226,14 +214,11 @@ class Terms:
         random = torch.Generator().manual_seed(0)
         points: dict[int, Tensor] = {}
         for n in sorted(self.data):
-            count = CANDIDATES if self._varies(n) else 1
-            points[n] = _drawn(self.loops.nodes[n].dtype, (count, 1), random)
+            varies = not self.loops.node_axes[n].isdisjoint(self.reduce.axes)
+            points[n] = _drawn(self.loops.nodes[n].dtype, (CANDIDATES if varies else 1, 1), random)
         for n in self.reads:
             points[n] = _drawn(self.loops.nodes[n].dtype, (1, CANDIDATES), random)
         return points
-
-    def _varies(self, number: int) -> bool:
-        return not self.loops.node_axes[number].isdisjoint(self.reduce.axes)
 
     def at(self, number: int, points: Mapping[int, Tensor]) -> Tensor:
         """Return a node's value in float64 where others have given values."""
@@ -274,7 +259,7 @@ class Terms:
         with _disable_current_modes():
             points = dict(self.points)
             for n, x in peaks.items():
-                least, d = PEAKS[_reduction(self.loops, n).combine], FAR * points[n]
+                least, d = PEAKS[self.loops.reduction(n).combine], FAR * points[n]
                 below = FAR * points[x].abs() * math.copysign(1, least)
                 points |= {n: d, x: torch.cat((d + below, d.expand(len(below), -1)))}
             others = {n: v for n, v in points.items() if n not in peaks.keys() | peaks.values()}
@@ -286,7 +271,7 @@ class Terms:
         with _disable_current_modes():
             points = dict(self.points)
             for n, operand in self.peaks.items():
-                nothing = torch.full((1, 1), PEAKS[_reduction(self.loops, n).combine], dtype=torch.float64)
+                nothing = torch.full((1, 1), PEAKS[self.loops.reduction(n).combine], dtype=torch.float64)
                 points |= {n: nothing, operand: nothing}
             return bool(self.at(self.reduce.operand, points).isnan().all())
 
@@ -342,12 +327,6 @@ def _is_sum(text: str) -> bool:
         if depth == 0 and text[position : position + 3] in (" + ", " - ", " / "):
             return True
     return False
-
-
-def _reduction(loops: LoopNest, number: int) -> Reduce:
-    node = loops.nodes[number]
-    assert isinstance(node, Reduce)
-    return node
 
 
 def _drawn(dtype: torch.dtype, shape: tuple[int, int], random: torch.Generator) -> Tensor:

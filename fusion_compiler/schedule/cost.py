@@ -108,10 +108,6 @@ class Use(NamedTuple):
     unused: float = 0.0
 
 
-def _use(work: Work, run: Run, device: DeviceSpec) -> Use:
-    return _use_of_rows(work, run, device) if run.a.in_rows else _use_of_tiles(work, run, device)
-
-
 def _use_of_tiles(work: Work, run: Run, device: DeviceSpec) -> Use:
     """Return the use of memory by tiles of any axes."""
     if run.sharing is not None:
@@ -387,7 +383,8 @@ class Roofline:
             return self._cost_of_windows(run, self.a.windows)
         if self.a.matrices is not None and run.terms:
             return self._cost_of_matrices(run)
-        device, use = self.device, _use(self.work, run, self.device)
+        device = self.device
+        use = (_use_of_rows if self.a.in_rows else _use_of_tiles)(self.work, run, device)
         memory, extra = self._memory_us(run, use)
         memory, arithmetic = self._demands(run, memory)
         body, parallel = self._body_us(run, use, memory, arithmetic), min(1.0, run.programs / device.sms)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fusion_compiler.ir.device import GEMM_SHARE, DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, source_of, with_operands
-from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.placement import Place
 from fusion_compiler.schedule.run import Run
 from fusion_compiler.schedule.work import Work
 
@@ -37,7 +37,10 @@ def multiplied(work: Work, run: Run, device: DeviceSpec) -> Multiplied:
     axes = run.placement.axes(work.loops.axes)
     sizes = [hint(axis.size, work.hints) for axis in axes]
     lanes = [leaf for leaf in run.leaves if leaf.place is Place.LANES]
-    rows, cols, terms = (_lanes_of(lanes, side) for side in (matrices.rows, matrices.cols, matrices.terms))
+    rows, cols, terms = (
+        next(leaf for leaf in lanes if not leaf.members.isdisjoint(axes))  # some may be fused
+        for axes in (matrices.rows, matrices.cols, matrices.terms)
+    )
     parts = prod(
         hint(leaf.extent, work.hints)
         for leaf in run.leaves
@@ -84,8 +87,3 @@ def _loaded(work: Work, run: Run) -> list[tuple[int, int]]:
             size = work.buffers[node.buffer].itemsize
             loads[node.buffer, node.index] = run.elements(run.a.node_axes[n]), size
     return list(loads.values())
-
-
-def _lanes_of(lanes: list[Leaf], axes: tuple[int, ...]) -> Leaf:
-    """Return the leaf in a tile of some axes, which may be fused."""
-    return next(leaf for leaf in lanes if not leaf.members.isdisjoint(axes))

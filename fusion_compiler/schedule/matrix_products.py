@@ -86,13 +86,11 @@ def refuses(a: Analysis, matrices: Matrices, itemsizes: Mapping[str, int] = NO_S
     return None
 
 
-def placements(
-    a: Analysis, matrices: Matrices, roofline: Roofline, hints: Mapping[sympy.Symbol, int]
-) -> tuple[Placement, ...]:
+def placements(a: Analysis, matrices: Matrices, roofline: Roofline) -> tuple[Placement, ...]:
     """Return placements of a nest's products, best first by prediction; none where `refuses` has a reason."""
     if refuses(a, matrices, itemsizes_of(roofline)) is not None:
         return ()
-    loops, device = a.loops, roofline.device
+    loops, device, hints = a.loops, roofline.device, roofline.work.hints
     if unknown := {*symbols_of((loops,), ())} - hints.keys():
         hints = dict.fromkeys(unknown, MANY) | dict(hints)
         roofline = Roofline(a, device, roofline.work.buffers, hints)
@@ -100,16 +98,13 @@ def placements(
     for tile in _tiles(loops, matrices, hints):
         for part in _parts(loops, matrices, tile, device, hints):
             placed = (_placed(loops, matrices, tile, block, part, device) for block in blocks)
-            fitting = (run for run in map(roofline.run, placed) if _fits(run, roofline))
+            room = device.shared_bytes_of_program
+            fitting = (run for run in map(roofline.run, placed) if shared_bytes(roofline.work, run) <= room)
             runs += islice((run for run in fitting if refusal_of(run) is None), 1)
     best = [run.placement for run in sorted(runs, key=roofline.us)[:KEPT]]
     boxed = [_boxed(a, matrices, placement, roofline) for placement in best[: KEPT // 2]]
     first = (p for pair in zip(boxed, best, strict=False) for p in pair if p is not None)
     return tuple(dict.fromkeys((*first, *best)))[:KEPT]
-
-
-def _fits(run: Run, roofline: Roofline) -> bool:
-    return shared_bytes(roofline.work, run) <= roofline.device.shared_bytes_of_program
 
 
 def itemsizes_of(roofline: Roofline) -> dict[str, int]:

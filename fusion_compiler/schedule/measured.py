@@ -1,7 +1,7 @@
 """Measured schedules: the fastest tile shapes by kind of schedule, width and trait, which override the cost
 model.
 
-The rows stand in `measured.csv`; this module reads and checks them, and defines the traits that they name.
+The rows stand in `measured.csv`; this module reads and checks them, and has the traits that they name.
 A row applies to loop nests with at most `widest` columns for which all traits are true; the first row of a
 kind that applies is used. A row with a position inserts its shapes at that position of the result. The kind's
 module defines what a shape means. Warps have 32 threads. Rows that the model ranks equally well can be
@@ -34,113 +34,44 @@ LONG = 16  # instructions
 CROWDED = 128  # registers of a thread for tiles beyond which more threads are faster
 
 
-def long_functions(a: Analysis) -> bool:
-    """True if there are functions without a short form, such as sine: sixteen copies of libdevice's slow
-    path spill."""
-    specs = (n.spec for n in a.loops.nodes if isinstance(n, Compute))
-    return any(s.flops >= LONG and s.fp16 is None for s in specs)
-
-
-def mixed(a: Analysis) -> bool:
-    """True if two memory orders meet, which takes square tiles through shared memory."""
-    return a.mixed
-
-
-def tall(a: Analysis) -> bool:
-    """True if neighbours in memory are rows, at least one sector of them."""
-    return a.tall
-
-
-def known_width(a: Analysis) -> bool:
-    """True if the number of columns is known."""
-    return isinstance(a.size(COLS), int)
-
-
-def only_reduced(a: Analysis) -> bool:
-    """True if nothing is stored per element of a row."""
-    return not a.tall and not a.stores_rows
-
-
-def stored(a: Analysis) -> bool:
-    """True if elements of rows are stored."""
-    return not only_reduced(a)
-
-
-def has_scans(a: Analysis) -> bool:
-    """True if there is a scan along the rows."""
-    return bool(a.scans)
-
-
-def exponentials(a: Analysis) -> bool:
-    """True if there are sums of exponentials, which need registers."""
-    return bool(a.online)
-
-
-def simple(a: Analysis) -> bool:
-    """True if a reduction needs each element only once, which leaves registers for more warps."""
-    return not (a.online or a.moments)
-
-
-def several_tensors(a: Analysis) -> bool:
-    """True if several tensors are read, which registers keep. A single tensor is read again from L2 or L1."""
-    return a.full_loads > 1
-
-
-def random_numbers(a: Analysis) -> bool:
-    """True if there are random numbers, whose integers need registers beside the row."""
-    return any(isinstance(n, Random) for n in a.loops.nodes)
-
-
-def crowded(a: Analysis) -> bool:
-    """True if eight warps would have few registers left beside tiles."""
+def _crowded(a: Analysis) -> bool:
     row = RowTile(1, padded(hint(a.size(COLS))), Cols.WHOLE, num_warps=8)
     return Run(a, placement_of(a, row)).registers > CROWDED
 
 
-def misaligned(a: Analysis) -> bool:
-    """True if rows begin at any address."""
-    return hint(a.size(COLS)) % WORD != 0
-
-
-def aligned(a: Analysis) -> bool:
-    """True if rows begin with a word."""
-    return not misaligned(a)
-
-
-def one_sum(a: Analysis) -> bool:
-    """True if programs keep a single row of sums over the rows."""
-    return len(a.across_rows) == 1
-
-
-def no_sums(a: Analysis) -> bool:
-    """True if nothing is summed over the rows."""
-    return not a.across_rows
-
-
-def shareable(a: Analysis) -> bool:
-    """True if programs can exchange the results of their reductions along the row."""
-    return a.shareable
-
-
-def same_for_all_rows(a: Analysis) -> bool:
-    """True if every row reads the same weight or bias. To read it again takes as many accesses as the row, or
-    more if it is not aligned."""
-    return any(isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes))
-
-
-def few_elements(a: Analysis) -> bool:
-    """True if parts of 32768 columns would not fill the measured device with 32 warps per multiprocessor."""
-    return max(1, hint(a.size(ROWS))) * hint(a.size(COLS)) // 32768 * 16 < 32 * 132
-
-
+# What rows of the table say of the loop nests that they are for.
 TRAITS: dict[str, Trait] = {
-    trait.__name__: trait
-    for trait in (
-        long_functions, mixed, tall, known_width, only_reduced, stored, has_scans, exponentials, simple,
-        several_tensors, random_numbers, crowded, misaligned, aligned, one_sum, no_sums, shareable,
-        same_for_all_rows, few_elements,
-    )
-}  # fmt: skip
+    # A function without a short form, such as sine: sixteen copies of libdevice's slow path spill.
+    "long_functions": lambda a: any(
+        isinstance(n, Compute) and n.spec.flops >= LONG and n.spec.fp16 is None for n in a.loops.nodes
+    ),
+    "mixed": lambda a: a.mixed,  # two memory orders meet, which takes square tiles through shared memory
+    "tall": lambda a: a.tall,  # neighbours in memory are rows, at least one sector of them
+    "known_width": lambda a: isinstance(a.size(COLS), int),
+    "only_reduced": lambda a: not a.tall and not a.stores_rows,  # nothing is stored per element of a row
+    "stored": lambda a: a.tall or a.stores_rows,
+    "has_scans": lambda a: bool(a.scans),
+    "exponentials": lambda a: bool(a.online),  # sums of exponentials, which need registers
+    # A reduction needs each element only once, which leaves registers for more warps.
+    "simple": lambda a: not (a.online or a.moments),
+    # Registers keep several tensors. A single one is read again from L2 or L1.
+    "several_tensors": lambda a: a.full_loads > 1,
+    # Random numbers, whose integers need registers beside the row.
+    "random_numbers": lambda a: any(isinstance(n, Random) for n in a.loops.nodes),
+    "crowded": _crowded,  # eight warps would have few registers left beside tiles
+    "misaligned": lambda a: hint(a.size(COLS)) % WORD != 0,  # rows begin at any address
+    "aligned": lambda a: hint(a.size(COLS)) % WORD == 0,  # rows begin with a word
+    "one_sum": lambda a: len(a.across_rows) == 1,  # programs keep a single row of sums over the rows
+    "no_sums": lambda a: not a.across_rows,
+    "shareable": lambda a: a.shareable,  # programs can exchange the results of reductions along the row
+    # Every row reads the same weight or bias. To read it again takes as many accesses as the row, or more if
+    # it is not aligned.
+    "same_for_all_rows": lambda a: any(
+        isinstance(n, Load) and a.groups[i] == frozenset({COLS}) for i, n in enumerate(a.loops.nodes)
+    ),
+    # Parts of 32768 columns would not fill the measured device with 32 warps per multiprocessor.
+    "few_elements": lambda a: max(1, hint(a.size(ROWS))) * hint(a.size(COLS)) // 32768 * 16 < 32 * 132,
+}
 
 
 @dataclass(frozen=True)

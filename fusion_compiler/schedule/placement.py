@@ -2,6 +2,7 @@
 
     fuse(a b, c)        axes a and b become axis c, of all their elements in row-major order
     align(a, n)         lanes of axis a count from the word, of n elements, in which the row begins
+                        (`schedule.misaligned`)
     split(a, n)         axis a becomes a.o and a.i; a.i has n elements
     place(a, GRID)      programs share the axis; of several, the last one varies fastest
     place(a, SHARED)    programs with consecutive numbers run together; each has a part of the axis, and they
@@ -18,7 +19,8 @@
                         rescaled when these change (`schedule.carried`)
     unit(r, TENSOR_CORE)  tensor cores make the reduction r: a sum of products of two tiles that have the axes
                         which it reduces in common, and no others
-    access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA)
+    access(x, DESCRIPTOR)    loads of buffer x copy boxes of it by a tensor descriptor (TMA); PLAIN, by
+                        pointers, is the default and is not printed
 
 `str` prints a placement and `parse` reads it back. `verifier.refusal` says why a nest cannot run under one.
 """
@@ -71,8 +73,6 @@ class Printed:
 
 @dataclass(frozen=True)
 class Fuse(Printed):
-    """Make one axis of several that follow each other; the last one varies fastest."""
-
     axes: tuple[str, ...]
     name: str
     word = "fuse"
@@ -83,8 +83,6 @@ class Fuse(Printed):
 
 @dataclass(frozen=True)
 class Align(Printed):
-    """Begin an axis with the word in which its first element lies; see `schedule.misaligned`."""
-
     axis: str
     word_size: int
     word = "align"
@@ -92,8 +90,6 @@ class Align(Printed):
 
 @dataclass(frozen=True)
 class Split(Printed):
-    """Cut an axis in two; the inner one has `inner` elements."""
-
     axis: str
     inner: int
     word = "split"
@@ -101,8 +97,6 @@ class Split(Printed):
 
 @dataclass(frozen=True)
 class At(Printed):
-    """Place an axis, or a part of one."""
-
     axis: str
     place: Place
     word = "place"
@@ -110,8 +104,6 @@ class At(Printed):
 
 @dataclass(frozen=True)
 class On(Printed):
-    """Have a unit other than the threads make a reduction, by its name."""
-
     reduction: str
     unit: Unit
     word = "unit"
@@ -119,8 +111,6 @@ class On(Printed):
 
 @dataclass(frozen=True)
 class Via(Printed):
-    """Load a buffer in some way. PLAIN, by pointers, is the default and is not printed."""
-
     buffer: str
     access: Access
     word = "access"
@@ -128,9 +118,6 @@ class Via(Printed):
 
 @dataclass(frozen=True)
 class In(Printed):
-    """Say where the results of a reduction, by its name, are combined: those of programs elsewhere than in a
-    second kernel, those of lanes elsewhere than behind the loop."""
-
     reduction: str
     stage: Stage
     word = "combine"

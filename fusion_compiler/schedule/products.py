@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
 
 import sympy
 
@@ -170,7 +169,7 @@ def _axes_of(
     inner = axes_in(loops.axes, (INNER,))
     forms: set[tuple[frozenset[int], frozenset[int], frozenset[int]]] = set()
     for number, (left, right) in sums.items():
-        first, second, terms = varies[left], varies[right], cast(Reduce, loops.nodes[number]).axes
+        first, second, terms = varies[left], varies[right], loops.reduction(number).axes
         few, wide = sorted((first - second, second - first), key=rank)
         if not inner and first & second != terms:
             return None  # each of several vectors has a matrix of its own

@@ -113,7 +113,8 @@ class _Separated(Rebuilt):
         for part in parts:
             value = self.value(part, node, self.loops.names[number])
             if total is None:
-                total = value if part.sign > 0 else self.once(_negative(self.nodes, value), "negative")
+                negative = applied(self.nodes, MUL, value, other=-1.0, dtype=self.nodes[value].dtype)
+                total = value if part.sign > 0 else self.once(negative, "negative")
             else:
                 total = self.operator(ADD if part.sign > 0 else SUB, total, value)
         assert total is not None
@@ -174,7 +175,3 @@ class _Separated(Rebuilt):
         if not pair or not self.loops.node_axes[pair[1]].isdisjoint(terms.reduce.axes):
             raise _NoPart
         return self.power(terms, pair[0]).times(Part(under=(self.operator(EXP, self.numbers[pair[1]]),)))
-
-
-def _negative(nodes: list[Node], number: int) -> Node:
-    return applied(nodes, MUL, number, other=-1.0, dtype=nodes[number].dtype)

@@ -20,8 +20,6 @@ from itertools import islice
 from operator import attrgetter
 from types import ModuleType
 
-import sympy
-
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.loops import Load, LoopNest
 from fusion_compiler.ir.plan_data import Cost
@@ -38,7 +36,7 @@ from fusion_compiler.schedule import (
     windowed,
 )
 from fusion_compiler.schedule.analysis import Analysis
-from fusion_compiler.schedule.cost import NO_HINTS, Roofline
+from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.measured import TARGETS
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.row_tiles import RowTile, placement_of
@@ -68,7 +66,6 @@ def schedules(
     loops: LoopNest,
     device: DeviceSpec,
     buffers: Mapping[str, BufferInfo] = NO_BUFFERS,
-    hints: Mapping[sympy.Symbol, int] = NO_HINTS,
 ) -> tuple[Placement, ...]:
     """Return the legal placements of a loop nest, best first; none if `refusal` has a reason.
 
@@ -76,11 +73,11 @@ def schedules(
     """
     a = Analysis(loops)
     if a.windows is not None:
-        return windowed.placements(a, device, hints)
-    roofline = Roofline(a, device, buffers_of(loops) | dict(buffers), hints)
+        return windowed.placements(a, device)
+    roofline = Roofline(a, device, buffers_of(loops) | dict(buffers))
     if a.in_rows:
         return tuple(placement_of(a, tile) for tile in row_tiles(a, roofline))
-    return tiles.placements(a, roofline, hints)
+    return tiles.placements(a, roofline)
 
 
 def row_tiles(a: Analysis, roofline: Roofline) -> tuple[RowTile, ...]:
@@ -124,18 +121,13 @@ def cheapest(roofline: Roofline) -> Cost:
     elif a.windows is not None:
         runs = list(islice(windowed.runs(a, device, roofline.work.hints), 1))
     else:
-        runs = list(map(roofline.run, tiles.placements(a, roofline, roofline.work.hints)[:TYPICAL]))
+        runs = list(map(roofline.run, tiles.placements(a, roofline)[:TYPICAL]))
     if not runs:
         reason = refusal(a, device)
         if reason is None and a.matrices is not None:
             reason = matrix_products.refuses(a, a.matrices, matrix_products.itemsizes_of(roofline))
         raise LookupError(reason or "no schedule")
     return min(map(roofline.cost, runs), key=attrgetter("us"))
-
-
-def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
-    """True if a kind has schedules for a loop nest."""
-    return kind in KINDS and kind.suits(a) and not kind.refuses(a, device)
 
 
 def _suited(a: Analysis) -> list[ModuleType]:

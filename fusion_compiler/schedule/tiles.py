@@ -37,7 +37,7 @@ from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import Roofline
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, On, Place, Placement, Split, Unit
-from fusion_compiler.schedule.run import MOST, Run
+from fusion_compiler.schedule.run import MOST, NO_HINTS, Run
 from fusion_compiler.schedule.shapes import are_apart, padded
 from fusion_compiler.schedule.tile_parts import group_of, parts
 from fusion_compiler.schedule.tile_products import SMALLEST, product_of, with_exact_products
@@ -54,7 +54,6 @@ KEPT = 8  # placements of a nest, best first
 MOST_UNROLLED, MOST_SHARING = 8, 16  # elements that share an operand: unrolled, on tensor cores
 # What buffers of elements with so many bytes most likely hold: the planner knows no more.
 DTYPES = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-NO_HINTS: Mapping[sympy.Symbol, int] = {}
 
 
 def refuses(a: Analysis, device: DeviceSpec) -> str | None:
@@ -79,16 +78,14 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def placements(
-    a: Analysis, roofline: Roofline, hints: Mapping[sympy.Symbol, int] = NO_HINTS
-) -> tuple[Placement, ...]:
+def placements(a: Analysis, roofline: Roofline) -> tuple[Placement, ...]:
     """Return placements of a nest, best first by prediction; none where `refuses` has a reason."""
     if refuses(a, roofline.device) is not None:
         return ()
-    loops = a.loops
+    loops, hints = a.loops, roofline.work.hints
     if a.matrices is not None:
-        return matrix_products.placements(a, a.matrices, roofline, hints)
-    itemsizes = {name: buffer.itemsize for name, buffer in roofline.work.buffers.items()}
+        return matrix_products.placements(a, a.matrices, roofline)
+    itemsizes = matrix_products.itemsizes_of(roofline)
     dtypes = {name: DTYPES[size] for name, size in itemsizes.items()}
     products = roofline.work.products
     if products is not None:

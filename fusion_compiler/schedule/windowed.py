@@ -63,11 +63,9 @@ def refuses(a: Analysis, device: DeviceSpec) -> str | None:
     return None if next(runs(a, device), None) else "no tile holds what its windows read"
 
 
-def placements(
-    a: Analysis, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS
-) -> tuple[Placement, ...]:
+def placements(a: Analysis, device: DeviceSpec) -> tuple[Placement, ...]:
     """Return placements of a nest with windows, best first by prediction; none if it has no windows."""
-    legal = (run.placement for run in runs(a, device, hints))
+    legal = (run.placement for run in runs(a, device))
     return tuple(itertools.islice(dict.fromkeys(legal), KEPT))
 
 
@@ -152,7 +150,8 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
     grid: list[Split | At] = []
     lanes: list[Split | At] = []
     unrolled: list[Split | At] = []
-    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", _outer(loops, w.vector))]
+    place = Place.LOOP if _is_reduced(loops, w.vector) else Place.GRID
+    vector = [Split(name[w.vector], s.block), At(f"{name[w.vector]}.o", place)]
     grid += [At(name[n], Place.GRID) for n in w.rest if n not in w.parted]
     if not w.are_reduced:
         for n in w.parted[:1]:
@@ -199,11 +198,6 @@ def _placement(loops: LoopNest, w: Windows, s: _Shape) -> Placement:
 
 def _is_reduced(loops: LoopNest, axis: int) -> bool:
     return loops.axes[axis].group == INNER
-
-
-def _outer(loops: LoopNest, axis: int) -> Place:
-    """Return the place of an axis, or of its outer part, that no tile holds."""
-    return Place.LOOP if _is_reduced(loops, axis) else Place.GRID
 
 
 def issue_us(run: Run, w: Windows, device: DeviceSpec) -> float:

@@ -33,7 +33,7 @@ looped,any,only_reduced,5 0 5; 4 0 4,1,{SOURCE}
 pointwise,any,,0 64 1,,{SOURCE}
 """
     )
-    assert rows[2].traits == (measured.only_reduced, measured.simple)
+    assert rows[2].traits == tuple(measured.TRAITS[name] for name in ("only_reduced", "simple"))
     assert rows[0].widest == 100 and rows[1].widest == measured.ANY and rows[4].position == 1
     monkeypatch.setattr(measured, "TABLE", rows)
     assert measured.shapes("looped", row_sums(100), "sm_90") == ((1, 0, 1), (5, 0, 5), (4, 0, 4))

@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.__main__ import parse
 from benchmarks.kernels import ranking, schedules
 from benchmarks.kernels.case import Case
+from benchmarks.kernels.schedule_grid import neighbours
 from benchmarks.kernels.schedules import CapturedCluster, Clock, Search, clusters_of, summarize
 from benchmarks.kernels.sizes import ALL_CASES
 from fusion_compiler.ir.device import device_spec
@@ -22,7 +23,6 @@ from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.runtime.builds import Build
 from fusion_compiler.runtime.launch import Runner
 from fusion_compiler.schedule import row_tiles
-from fusion_compiler.schedule.grid import neighbours
 from fusion_compiler.schedule.row_tiles import Cols, RowTile
 from tests.exactness import Compiled
 from tests.fake_gpu import FakeGpu

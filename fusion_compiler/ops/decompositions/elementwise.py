@@ -56,10 +56,6 @@ def _softplus_backward(grad: Tensor, x: Tensor, beta: float, threshold: float) -
     return torch.where(scaled > threshold, wide, wide * torch.sigmoid(scaled)).to(grad.dtype)
 
 
-def _log_sigmoid_backward(grad: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
-    return (widened(grad) * torch.sigmoid(-widened(x))).to(grad.dtype)
-
-
 def _soft_margin_loss_backward(grad: Tensor, x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
     wide, sign = widened(x), widened(target)
     slope = -sign * torch.sigmoid(-(sign * wide))
@@ -112,10 +108,6 @@ def _of_bools(instead: Callable[..., Tensor], x: Any, y: Any, *, alpha: Any = 1)
     """Compute with bools by a logical operator. Operands of other dtypes have a row."""
     bools = all(isinstance(operand, Tensor) and operand.dtype is torch.bool for operand in (x, y))
     return instead(x, y) if bools and alpha else NotImplemented
-
-
-def _neg_unsigned(x: Tensor) -> Any:
-    return NotImplemented if x.dtype.is_signed else aten.rsub.Scalar(x, 0)
 
 
 def _not_unsigned(x: Tensor) -> Any:
@@ -192,7 +184,9 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
     aten.softplus_backward.default: _softplus_backward,
-    aten.log_sigmoid_backward.default: _log_sigmoid_backward,
+    aten.log_sigmoid_backward.default: lambda grad, x, buffer: (
+        (widened(grad) * torch.sigmoid(-widened(x))).to(grad.dtype)
+    ),
     aten.soft_margin_loss_backward.default: _soft_margin_loss_backward,
     aten.elu_backward.default: _elu_backward,
     aten.hardswish_backward.default: _hardswish_backward,
@@ -205,7 +199,7 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.mul.Tensor: functools.partial(_of_bools, torch.logical_and),
     aten.maximum.default: functools.partial(_of_bools, torch.logical_or),
     aten.minimum.default: functools.partial(_of_bools, torch.logical_and),
-    aten.neg.default: _neg_unsigned,
+    aten.neg.default: lambda x: NotImplemented if x.dtype.is_signed else aten.rsub.Scalar(x, 0),
     aten.bitwise_not.default: _not_unsigned,
     aten.floor.default: _whole_number,
     aten.ceil.default: _whole_number,

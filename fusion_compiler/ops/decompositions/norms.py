@@ -127,12 +127,6 @@ def _group_norm(
     return out, mean.squeeze(inner).to(dtype), rstd.squeeze(inner).to(dtype)
 
 
-def _group_norm_as_it_lies(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _group_norm(x, weight, bias, *group_norm.sizes(x), groups, eps)
-
-
 def _group_norm_as_it_lies_backward(
     grad: Tensor,
     x: Tensor,
@@ -262,7 +256,9 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.native_group_norm.default: _group_norm,
-    group_norm.group_norm: _group_norm_as_it_lies,
+    group_norm.group_norm: lambda x, weight, bias, groups, eps: (
+        _group_norm(x, weight, bias, *group_norm.sizes(x), groups, eps)
+    ),
     group_norm.group_norm_backward: _group_norm_as_it_lies_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._softmax.default: _softmax,

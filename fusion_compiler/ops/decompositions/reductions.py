@@ -77,10 +77,6 @@ def _near_mean(x: Tensor, dims: Sequence[int]) -> Tensor | None:
     return sum_over(part, dims, True) / count_of(part, dims)
 
 
-def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     wide = widened(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
     dims = wrapped(dim, x.ndim)
@@ -160,7 +156,7 @@ def _running(value: OpOverload, place: OpOverload, x: Tensor, dim: int) -> tuple
 TABLE: dict[OpOverload, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.var.correction: _var,
+    aten.var.correction: lambda *args, **named: _var_mean(*args, **named)[0],
     aten.var_mean.correction: _var_mean,
     aten.logsumexp.default: _logsumexp,
     aten.linalg_vector_norm.default: _vector_norm,

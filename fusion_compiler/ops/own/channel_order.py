@@ -21,11 +21,6 @@ def copy_in_order(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     return x.clone(memory_format=memory_format)
 
 
-def with_dimensions(x: Tensor, dims: list[int]) -> Tensor:
-    """Return `x` as a dense tensor whose dimensions in memory are `dims`, the outermost first."""
-    return x.permute(dims).contiguous().permute([dims.index(d) for d in range(len(dims))])
-
-
 def dimensions_in_memory(x: Tensor) -> list[int]:
     """Return the dimensions of `x` from the outermost in memory to the innermost."""
     return sorted(range(x.dim()), key=lambda d: -x.stride(d))
@@ -42,7 +37,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return with_dimensions(gradient, ctx.dims), None
+    back = [ctx.dims.index(d) for d in range(len(ctx.dims))]
+    return gradient.permute(ctx.dims).contiguous().permute(back), None
 
 
 to_memory_format = define(

@@ -86,14 +86,6 @@ def _empty_result(x: Tensor, weight: Tensor, *geometry: Sequence[int]) -> Tensor
     return _empty((*x.shape[:2], *out), x, weight)
 
 
-def _empty_input(gradient: Tensor, weight: Tensor, size: Sequence[int], *_: object) -> Tensor:
-    return _empty(size, gradient, weight)
-
-
-def _empty_weight(gradient: Tensor, x: Tensor, kernel: Sequence[int], *_: object) -> Tensor:
-    return _empty((x.shape[1], 1, *kernel), gradient, x)
-
-
 depthwise = define(
     "depthwise", f"(Tensor x, Tensor weight, {_GEOMETRY}) -> Tensor", _convolve, _empty_result
 )
@@ -101,13 +93,13 @@ depthwise_input_gradient = define(
     "depthwise_input_gradient",
     f"(Tensor gradient, Tensor weight, SymInt[] size, {_GEOMETRY}) -> Tensor",
     _input_gradient,
-    _empty_input,
+    lambda gradient, weight, size, *_: _empty(size, gradient, weight),
 )
 depthwise_weight_gradient = define(
     "depthwise_weight_gradient",
     f"(Tensor gradient, Tensor x, SymInt[] kernel, {_GEOMETRY}) -> Tensor",
     _weight_gradient,
-    _empty_weight,
+    lambda gradient, x, kernel, *_: _empty((x.shape[1], 1, *kernel), gradient, x),
 )
 # The functions behind the operators: to call them costs the host less than PyTorch's dispatcher does.
 CALLS: dict[OpOverload, Callable[..., Tensor]] = {

@@ -6,8 +6,6 @@ them where they are (`passes.lower.products`), and a call of it is PyTorch's gro
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -32,8 +30,9 @@ def _run(rows: Tensor, matrices: Tensor, expert: Tensor) -> Tensor:
     return _empty(products, *products.shape).index_copy_(0, order, products)
 
 
-def _fake(rows: Tensor, matrices: Tensor, expert: Tensor) -> Any:
-    return _empty(rows, rows.shape[0], matrices.shape[-1])
-
-
-expert_mm = define("expert_mm", "(Tensor rows, Tensor matrices, Tensor expert) -> Tensor", _run, _fake)
+expert_mm = define(
+    "expert_mm",
+    "(Tensor rows, Tensor matrices, Tensor expert) -> Tensor",
+    _run,
+    lambda rows, matrices, expert: _empty(rows, rows.shape[0], matrices.shape[-1]),
+)

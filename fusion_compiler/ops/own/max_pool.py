@@ -84,11 +84,6 @@ def windows_of(image: Sequence[int], *geometry: Any) -> tuple[Windows, Windows]:
     return high, wide
 
 
-def bits_of(image: Sequence[int], *geometry: Any) -> int:
-    """Return by how many bits the row of an element's number is shifted."""
-    return windows_of(image, *geometry)[1].bits
-
-
 def _maxima(x: Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool) -> Tensor:
     """Return the maxima of the windows of x [..., h, w]."""
     return aten.max_pool2d_with_indices.default(x, kernel, stride, padding, [1, 1], ceil_mode)[0]

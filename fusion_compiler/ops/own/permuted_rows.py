@@ -20,7 +20,6 @@ def lookup(source: Tensor, order: Tensor, inverse: Tensor, share: int) -> Tensor
     return torch.ops.aten.index.Tensor(source, [order if share == 1 else order // share])
 
 
-
 def _saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, order, inverse, ctx.share = inputs
     ctx.save_for_backward(order, inverse)

@@ -6,18 +6,18 @@ it stands, that of the last among equals, are operators of their own. What compu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from fusion_compiler.ops.own.define import define
 
-_CALLS = {"largest": torch.cummax, "smallest": torch.cummin}
 
-
-def _define(name: str, call: str, result: int) -> OpOverload:
+def _define(name: str, call: Callable[[Tensor, int], Sequence[Tensor]], result: int) -> OpOverload:
     def run(x: Tensor, dim: int) -> Tensor:
-        return _CALLS[call](x, dim)[result]
+        return call(x, dim)[result]
 
     def fake(x: Tensor, dim: int) -> Tensor:
         dtype = torch.int64 if result else x.dtype
@@ -26,7 +26,7 @@ def _define(name: str, call: str, result: int) -> OpOverload:
     return define(name, "(Tensor self, int dim) -> Tensor", run, fake)
 
 
-largest = _define("running_largest", "largest", 0)
-smallest = _define("running_smallest", "smallest", 0)
-where_largest = _define("where_largest", "largest", 1)
-where_smallest = _define("where_smallest", "smallest", 1)
+largest = _define("running_largest", torch.cummax, 0)
+smallest = _define("running_smallest", torch.cummin, 0)
+where_largest = _define("where_largest", torch.cummax, 1)
+where_smallest = _define("where_smallest", torch.cummin, 1)

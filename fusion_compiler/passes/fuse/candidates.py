@@ -21,6 +21,7 @@ from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import Dim, hint, numel, product
 from fusion_compiler.ir.loops import COLS, Load, LoopNest, is_only_stored_in_place
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.ir.walk import reached, walk
 from fusion_compiler.ir.writes import bases, waits
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.table import Kind, spec_of
@@ -315,15 +316,14 @@ class Candidates:
 
     def elsewhere(self, name: str, inside: set[str], must_store: frozenset[str]) -> bool:
         """True if a candidate other than this one computes `name` (again)."""
-        seen, stack = {name}, [name]
-        while stack:
-            op = stack.pop()
-            users = [user for user in self.reads.users[op] if user in self.owned]
-            if (self.must_exist(op) and op not in must_store) or not inside.issuperset(users):
-                return True
-            stack += [user for user in users if user in self.again and user not in seen]
-            seen.update(users)
-        return False
+
+        def users(op: str) -> list[str]:
+            return [user for user in self.reads.users[op] if user in self.owned]
+
+        ops = walk([name], lambda op: [user for user in users(op) if user in self.again])
+        return any(
+            (self.must_exist(op) and op not in must_store) or not inside.issuperset(users(op)) for op in ops
+        )
 
     def must_exist(self, name: str) -> bool:
         """True if a value is read by something that cannot compute it again."""
@@ -346,13 +346,8 @@ class Candidates:
 
     def closure(self, name: str) -> tuple[str, ...]:
         """Return an op with all ops that are computed again for it, in topological order."""
-        ops, stack = {name}, [name]
-        while stack:
-            for source in self.reads.sources[stack.pop()]:
-                if source in self.again and source not in ops:
-                    ops.add(source)
-                    stack.append(source)
-        return self.ordered(ops)
+        sources = self.reads.sources
+        return self.ordered(reached([name], lambda op: [s for s in sources[op] if s in self.again]))
 
     def union(self, candidates: Iterable[Candidate]) -> Candidate:
         """Return one candidate of all ops of some candidates. Raises Illegal."""

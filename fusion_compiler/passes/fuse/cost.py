@@ -106,7 +106,8 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
     shapes say.
     """
     read, written = _traffic(op, hints)
-    flops = op.flops // 2 if _is_causal(op) else op.flops
+    is_causal = isinstance(op.target, OpOverload) and op.arguments.get("is_causal") is True
+    flops = op.flops // 2 if is_causal else op.flops
     dtype = op.outputs[0].dtype if op.outputs else torch.float32
     attention, share = "attention" in str(op.target), 1.0
     if op.target in DEPTHWISE_RATES:
@@ -134,14 +135,6 @@ def tokens_of(op: Op, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> float:
     if factors_of(op.target) is None:
         return inf
     return min(hint(size, hints) for size in op.outputs[0].shape[-2:])
-
-
-def _is_causal(op: Op) -> bool:
-    if not isinstance(op.target, OpOverload):
-        return False
-    names = [argument.name for argument in op.target._schema.arguments]
-    arguments = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
-    return arguments.get("is_causal") is True
 
 
 def eager_cost(

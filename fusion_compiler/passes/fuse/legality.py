@@ -29,6 +29,7 @@ from fusion_compiler.ir.loops import (
     operands_of,
     store_operands,
     with_operands,
+    with_readers,
 )
 from fusion_compiler.ops.arithmetic import DIV
 from fusion_compiler.schedule.analysis import Analysis
@@ -39,10 +40,10 @@ MOST_OPS = 96
 MOST_ALIKE = 4  # a product of several rows may have so many times MOST_OPS, which compilers can still take
 MOST_BUFFERS = 24
 
-Law = Callable[[Analysis, DeviceSpec], str | None]
+Law = Callable[[Analysis], str | None]
 
 
-def size(a: Analysis, device: DeviceSpec) -> str | None:
+def size(a: Analysis) -> str | None:
     """Refuse a kernel that is too large for people to read and for compilers to schedule."""
     loops = a.loops
     buffers = {n.buffer for n in loops.nodes if isinstance(n, Load)} | {s.buffer for s in loops.stores}
@@ -69,7 +70,7 @@ def _beside_a_row(a: Analysis) -> int:
     return max(widths, default=0)
 
 
-def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
+def grid_wide(a: Analysis) -> str | None:
     """Allow only stores after a sum over all rows: a program that went on would wait for every other. The
     stores may need no other reduction: the programs that add up the rows have a block of columns each."""
     loops, groups, late = a.loops, a.groups, a.after_rows
@@ -90,7 +91,7 @@ def grid_wide(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
+def product_rows(a: Analysis) -> str | None:
     """Refuse a sum over the results of products: the next product computes it from a few kilobytes while it
     waits for its matrix, but here the last program would compute it while nothing else runs."""
     sums = {} if a.inner or a.stores_rows or not a.reads_rows else sums_of_products(a.loops)
@@ -99,7 +100,7 @@ def product_rows(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def groups(a: Analysis, device: DeviceSpec) -> str | None:
+def groups(a: Analysis) -> str | None:
     """Require that each reduction of a nest of rows and columns is over all rows, all columns, or both. In
     nests with inner axes, each reduction may be over any of these."""
     for i in a.reductions:
@@ -109,21 +110,19 @@ def groups(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def known_places(a: Analysis, device: DeviceSpec) -> str | None:
+def known_places(a: Analysis) -> str | None:
     """Return why the place of a store is not known when its value is stored. A place may wait for no
     reduction."""
     loops = a.loops
-    waits: list[bool] = []
-    for node in loops.nodes:
-        waits.append(isinstance(node, Reduce | Scan) or any(waits[o] for o in operands_of(node)))
+    late = with_readers(loops, (n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce | Scan)))
     for store in loops.stores:
         _, *place = store_operands(store)
-        if any(waits[o] for o in place):
+        if not late.isdisjoint(place):
             return f"{store.buffer} is written where a reduction says"
     return None
 
 
-def fills(a: Analysis, device: DeviceSpec) -> str | None:
+def fills(a: Analysis) -> str | None:
     """Require that every result is computed once, not once in every program.
 
     A program that reduces along rows holds whole rows, and stores a row's value once; a program of a
@@ -159,7 +158,7 @@ def fills(a: Analysis, device: DeviceSpec) -> str | None:
     return None
 
 
-def windows(a: Analysis, device: DeviceSpec) -> str | None:
+def windows(a: Analysis) -> str | None:
     """Refuse operations that need whole rows beside reductions over inner axes, and expensive operations on
     elements that overlapping windows read: each window computes them."""
     loops, inner = a.loops, a.inner
@@ -205,11 +204,6 @@ def _is_expensive(node: Node, from_data: Sequence[bool]) -> bool:
     return node.spec.special > 0 and not (is_applied(node, DIV) and cheap_divisor)
 
 
-def schedule(a: Analysis, device: DeviceSpec) -> str | None:
-    """Return why no schedule runs a nest: what is kept until the end has no room in registers."""
-    return refusal(a, device)
-
-
 LAWS: tuple[tuple[str, Law], ...] = (
     ("size", size),
     ("windows", windows),
@@ -218,14 +212,14 @@ LAWS: tuple[tuple[str, Law], ...] = (
     ("grid", product_rows),
     ("groups", groups),
     ("fill", fills),
-    ("registers", schedule),
 )
 
 
 def first_refusal(a: Analysis, device: DeviceSpec) -> tuple[str, str] | None:
-    """Return (rule, reason) of the first law that the loop nest breaks; None if it breaks none."""
+    """Return (rule, reason) of the first law that the loop nest breaks, or of the device's registers, which
+    have no room for what is kept until the end; None if the nest breaks none."""
     for rule, law in LAWS:
-        reason = law(a, device)
-        if reason is not None:
+        if (reason := law(a)) is not None:
             return rule, reason
-    return None
+    reason = refusal(a, device)
+    return None if reason is None else ("registers", reason)

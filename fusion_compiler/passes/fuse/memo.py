@@ -45,7 +45,8 @@ class Memo:
         before, salted, result = self._results[key]
         renamed = {a: b for a, b in zip(before, names, strict=True) if a != b}
         if isinstance(result, Illegal):
-            raise Illegal(result.rule, _in_words(result.reason, renamed))
+            words = re.sub(r"\w+", lambda word: renamed.get(word[0], word[0]), result.reason)
+            raise Illegal(result.rule, words)
         loops, cost = result
         resalted = {a: b for a, b in zip(salted, salts, strict=True) if a != b}
         return (_renamed(loops, renamed, resalted) if renamed or resalted else loops), cost
@@ -112,7 +113,3 @@ def _renamed(loops: LoopNest, renamed: Mapping[str, str], resalted: Mapping[obje
     nodes = tuple(map(node, loops.nodes))
     stores = tuple(replace(s, buffer=renamed.get(s.buffer, s.buffer)) for s in loops.stores)
     return LoopNest(loops.axes, nodes, stores, tuple(renamed.get(n, n) for n in loops.names))
-
-
-def _in_words(text: str, renamed: Mapping[str, str]) -> str:
-    return re.sub(r"\w+", lambda word: renamed.get(word[0], word[0]), text)

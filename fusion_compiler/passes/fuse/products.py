@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from fusion_compiler.ir.dag import Op
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.schema import HALVES
@@ -254,9 +255,4 @@ def _behind(
 
 def _with_sources(pool: Candidates, names: Iterable[str], inside: Container[str]) -> frozenset[str]:
     """Return some ops with all that they need of a cluster."""
-    needed, stack = set[str](), list(names)
-    while stack:
-        if (name := stack.pop()) not in needed:
-            needed.add(name)
-            stack += [s for s in pool.reads.sources[name] if s in inside]
-    return frozenset(needed)
+    return frozenset(reached(names, lambda name: [s for s in pool.reads.sources[name] if s in inside]))

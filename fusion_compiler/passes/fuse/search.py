@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from fusion_compiler.ir import layout
+from fusion_compiler.ir.walk import walk
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.candidates import Candidate, Candidates
 from fusion_compiler.passes.fuse.reach import Reach
@@ -135,12 +136,10 @@ class Search:
             self.users_of = (self.pool.again, {})
         cached = self.users_of[1]
         if name not in cached:
-            seen, stack = {name}, [name]
-            while stack:
-                users = self.reads.users[stack.pop()]
-                stack += [u for u in users if u in self.pool.again and u not in seen]
-                seen.update(users)
-            cached[name] = sorted(self.reads.position[user] for user in seen - {name})
+            again, users = self.pool.again, self.reads.users
+            through = walk([name], lambda op: [user for user in users[op] if user in again])
+            readers = {user for op in through for user in users[op]}
+            cached[name] = sorted(self.reads.position[user] for user in readers)
         return cached[name]
 
     def held(self, ops: Sequence[str]) -> list[Match]:

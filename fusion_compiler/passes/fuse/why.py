@@ -185,7 +185,7 @@ class Why:
             return apart(a, b, decided.rule, decided.reason, bound, True, tensors)
         calls = [u for u in (first, second) if u.cluster is None]
         if calls:
-            return apart(a, b, *self._call_reason(first, second, calls), bound, True, tensors)
+            return apart(a, b, *self._call_reason(second, calls), bound, True, tensors)
         if way := self.between(a, b):
             steps = ", ".join(f"{y} needs {x}" for x, y in itertools.pairwise(way))
             reason = f"a path leaves them and comes back: {steps}"
@@ -204,7 +204,7 @@ class Why:
             return apart(a, b, "search", f"{reason}: the search did not come to it", gain, False, tensors)
         return apart(a, b, "cost", reason, gain, False, tensors)
 
-    def _call_reason(self, a: Unit, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
+    def _call_reason(self, b: Unit, calls: Sequence[Unit]) -> tuple[str, str]:
         """Return (rule, reason) of a pair with one or two ATen calls."""
         call = calls[0]
         op = self.dag.op(call.name)

@@ -27,6 +27,8 @@ from fusion_compiler.ir.loops import (
     operands_of,
     pair_of,
     reduced_groups,
+    with_operands,
+    with_readers,
 )
 from fusion_compiler.ir.moments import is_exact, mean_of_squares
 from fusion_compiler.ir.rebuilt import Rebuilt
@@ -90,11 +92,12 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     One pass then reads both operands of a norm and the matrix product after it, as the product no longer
     waits.
     """
-    reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
-    if len(set(reduced)) == len(reduced):
+    reduced = {i: _reduced(loops, node) for i, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
+    over = {axes: [i for i, same in reduced.items() if same == axes] for axes in reduced.values()}
+    if len(over) == len(reduced):
         return loops
     varies, new = loops.node_axes, Rebuilt(loops)
-    dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
+    dependent = {axes: with_readers(loops, numbers) for axes, numbers in over.items()}
     changed = False
 
     @functools.cache
@@ -184,15 +187,14 @@ def _nested(loops: LoopNest) -> dict[int, _Nested]:
     factors = {n: _all_factors(loops, operands_of(loops.nodes[n])[0]) for n in sums}
     for n in sums:
         for other in sums:
-            one, two = loops.nodes[n], loops.nodes[other]
-            assert isinstance(one, Reduce) and isinstance(two, Reduce)
+            one, two = loops.reduction(n), loops.reduction(other)
             shared, left = _reduced(loops, one) & _reduced(loops, two), factors[n] - factors[other]
             if not shared or _reduced(loops, one) == _reduced(loops, two) or one.dtype != two.dtype:
                 continue
             constant = all(varies[f].isdisjoint(shared) for f in left)
             if not constant or factors[other] - factors[n] or not one.dtype.is_floating_point:
                 continue
-            if n in _ancestors(loops, two.operand) or any(
+            if n in with_operands(loops, (two.operand,)) or any(
                 m in nested and nested[m].axes != shared for m in (n, other)
             ):
                 continue
@@ -263,16 +265,6 @@ def _reduced(loops: LoopNest, node: Reduce) -> frozenset[int]:
     return frozenset(k for k in node.axes if loops.axes[k].size != 1)
 
 
-def _dependent_on_reductions(loops: LoopNest, axes: frozenset[int]) -> set[int]:
-    """Return the nodes that are, or depend on, a reduction over some axes."""
-    dependent: set[int] = set()
-    for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and _reduced(loops, node) == axes
-        if reduces or not dependent.isdisjoint(operands_of(node)):
-            dependent.add(number)
-    return dependent
-
-
 def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
     """Return the two factors of a floating-point product, or () for any other node."""
     node = loops.nodes[number]
@@ -300,17 +292,7 @@ def _is_matrix_product(loops: LoopNest, varies: tuple[frozenset[int], ...], node
         return False
     if any(axis.group == INNER for axis in loops.axes):  # programs that share terms share the norm's as well
         return True
-    return not any(_is_contiguous(loops, n, rows) for each in matrices for n in _ancestors(loops, each))
-
-
-def _ancestors(loops: LoopNest, number: int) -> set[int]:
-    """Return `number` and all nodes that it depends on."""
-    ancestors, stack = set[int](), [number]
-    while stack:
-        if (number := stack.pop()) not in ancestors:
-            ancestors.add(number)
-            stack.extend(operands_of(loops.nodes[number]))
-    return ancestors
+    return not any(_is_contiguous(loops, n, rows) for each in matrices for n in with_operands(loops, (each,)))
 
 
 def _is_contiguous(loops: LoopNest, number: int, axes: frozenset[int]) -> bool:

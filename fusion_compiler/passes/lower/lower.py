@@ -745,7 +745,8 @@ class Lowering(Builder):
         assert spec is not None and spec.combine is not None
         value = self.value(op.first, coords, None)
         dtype = compute_dtype(op.outputs[0].dtype)
-        fits_int32 = self.counts_in_32_bits(axes)
+        count = product(self.axes[i].size for i in axes)
+        fits_int32 = isinstance(count, int) and count < 2**31  # programs can exchange int32
         counts = spec.combine == "sum" and dtype is torch.int64 and self.nodes[value].dtype is torch.bool
         if counts and fits_int32:
             return self.widened(Reduce("sum", value, axes, torch.int32), op.name)
@@ -786,11 +787,6 @@ class Lowering(Builder):
                 added = self.apply(op.name, MUL, added, beta)
             node = self.apply(op.name, ADD, node, added, dtype=dtype)
         return self.rounder.rounded(op, node)
-
-    def counts_in_32_bits(self, axes: frozenset[int]) -> bool:
-        """True if int32 can count the elements along some axes. Programs can exchange int32."""
-        count = product(self.axes[i].size for i in axes)
-        return isinstance(count, int) and count < 2**31
 
     def widened(self, reduce: Reduce, name: str) -> int:
         """Return an int32 reduction converted to int64."""

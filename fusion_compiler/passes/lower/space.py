@@ -11,6 +11,7 @@ from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim, numel, simple, strides_of
 from fusion_compiler.ir.index import ZERO, axis, combine
 from fusion_compiler.ir.loops import COLS, ROWS, Index
+from fusion_compiler.ir.walk import walk
 from fusion_compiler.ir.writes import stored_shape
 from fusion_compiler.ops.dims import dim_of, reduced_dims
 from fusion_compiler.ops.own import depthwise
@@ -233,15 +234,10 @@ def _is_broadcast_back(dag: OpDag, op: Op, inside: set[str]) -> bool:
     size = _input_size(dag, op)
     if numel(op.outputs[0].shape) == size:
         return False
-    seen, stack = {op.name}, [op.name]
-    while stack:
-        for name in dag.consumers(stack.pop()):
-            consumer = dag.op(name)
-            if name in seen or not (name in inside or layout.is_view(consumer)) or not consumer.outputs:
-                continue
-            if name in inside and not is_reduction(consumer):
-                if numel(stored_shape(dag, consumer)) >= size:
-                    return True
-            seen.add(name)
-            stack.append(name)
-    return False
+
+    def readers(name: str) -> list[str]:
+        consumers = (dag.op(n) for n in dag.consumers(name))
+        return [c.name for c in consumers if c.outputs and (c.name in inside or layout.is_view(c))]
+
+    behind = (dag.op(name) for name in walk(readers(op.name), readers) if name in inside)
+    return any(not is_reduction(o) and numel(stored_shape(dag, o)) >= size for o in behind)

@@ -38,7 +38,6 @@ from fusion_compiler.passes.lower.builder import Builder
 from fusion_compiler.passes.lower.ranges import Lookup, lookups, start_and_step
 from fusion_compiler.passes.lower.space import Coords, Illegal, compute_dtype
 
-aten = torch.ops.aten
 Handler = Callable[[Builder, Op, Coords, int | None], int]
 
 

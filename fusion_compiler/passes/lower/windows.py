@@ -139,7 +139,7 @@ def _place_of_maximum(build: Builder, op: Op, coords: Coords, within: int | None
     largest = _reduced(build, op, "max", value, taps)
     rows, cols = taps
     image: Any = _shape(build, op.operand("input"))[-2:]
-    high = 1 << max_pool.bits_of(image, *_geometry(op))
+    high = 1 << max_pool.windows_of(image, *_geometry(op))[1].bits
     hit = build.apply(f"{op.name}_eq", EQ, value, largest)
     hit = hit if inside is None else build.both(inside, hit)
     nan = build.apply(f"{op.name}_nan", IS_NAN, value)

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, emit, reached
+from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.chunks import Chunked, Whole
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.sources import source_of
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain
@@ -51,7 +52,8 @@ def make_nests(graph: fx.Graph) -> Decisions:
     """Replace, in place, the scores of all attentions in a joint graph by calls of one nest each."""
     if not region_of_scores.ENABLED:
         return ()
-    sum_results(graph)
+    for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
+        _sum_result(node)
     split_sums(graph)
     graph.eliminate_dead_code()
     notes: list[Decision] = []
@@ -133,12 +135,6 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
 # -- row sums of gradients ------------------------------------------------------------------------------
 
 
-def sum_results(graph: fx.Graph) -> int:
-    """Compute row sums of p * (do @ v^T) as those of do * (p @ v), in place; return how many there were."""
-    sums = graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    return sum(_sum_result(node) for node in sums)
-
-
 def split_sums(graph: fx.Graph) -> None:
     """Let sums of scores over several dimensions, in place, sum rows before all else: a nest has row sums."""
     scores = {n for region in regions(graph) if isinstance(region, Region) for n in region.scores}
@@ -153,7 +149,8 @@ def split_sums(graph: fx.Graph) -> None:
             node.args = (rows, *node.args[1:])
 
 
-def _sum_result(node: fx.Node) -> bool:
+def _sum_result(node: fx.Node) -> None:
+    """Compute a row sum of p * (do @ v^T) as that of do * (p @ v), in place."""
     named = arguments(node)
     term, rank = named["self"], len(named["self"].meta["val"].shape)
     if (
@@ -161,14 +158,13 @@ def _sum_result(node: fx.Node) -> bool:
         or term.target is not _aten.mul.Tensor
         or [d % rank for d in named["dim"]] != [rank - 1]
     ):
-        return False
+        return
     one, other = _both(term)
     for gradient, weights in ((one, other), (other, one)):
         for product, factors in _linear(gradient):
             for result in _products_of(weights, factors):
                 if _emit_sum(node, product, result):
-                    return True
-    return False
+                    return
 
 
 def _both(node: fx.Node) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.nests.region import PRODUCTS, Exit, Region, count, is_pointwise
 
@@ -136,13 +137,12 @@ def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int])
 def _slice(region: Region, ends: Sequence[fx.Node], stops: frozenset[fx.Node]) -> set[fx.Node]:
     """Return `ends` and the values of a region that they are computed from, up to `stops`, stops included."""
     within = region.scores | region.bridges | region.statistics
-    inside, pending = set[fx.Node](ends), [n for end in ends for n in end.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node in within and node not in inside:
-            inside.add(node)
-            pending += [] if node in stops else node.all_input_nodes
-    return inside
+
+    def read(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in within]
+
+    behind = [n for end in ends for n in read(end)]
+    return {*ends, *reached(behind, lambda node: [] if node in stops else read(node))}
 
 
 def _computed(node: fx.Node) -> set[fx.Node]:
@@ -152,16 +152,12 @@ def _computed(node: fx.Node) -> set[fx.Node]:
     while is_view_node(node) and isinstance(node.args[0], fx.Node) and node.target is not operator.getitem:
         views.add(node)
         node = node.args[0]
-    inside, leaves, pending = set[fx.Node](), set[fx.Node](), [node]
-    while pending:
-        current = pending.pop()
-        if current in inside or current in leaves:
-            continue
-        if is_pointwise(current) and current.target not in PRODUCTS:
-            inside.add(current)
-            pending += current.all_input_nodes
-        else:
-            leaves.add(current)
-    read = sum(count(leaf) for leaf in leaves)
+
+    def is_inner(node: fx.Node) -> bool:
+        return is_pointwise(node) and node.target not in PRODUCTS
+
+    behind = reached([node], lambda n: n.all_input_nodes if is_inner(n) else ())
+    inside = {n for n in behind if is_inner(n)}
+    read = sum(count(leaf) for leaf in behind - inside)
     largest = max(count(n) for n in (node, *views))
     return views | (inside if node in inside and read * WORTH_COMPUTING <= largest else set())

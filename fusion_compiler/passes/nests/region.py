@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, reached
+from fusion_compiler.capture.graphs import arguments
 from fusion_compiler.ir.dims import Dim as Size
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.dims import reduced_dims
 from fusion_compiler.ops.products import factors_of
@@ -148,18 +149,11 @@ def _connected(first: fx.Node, products: Sequence[fx.Node]) -> tuple[set[fx.Node
         if node in every:
             seeds.add(node)
         else:
-            pending += [n for n in node.all_input_nodes if elements(n) == size and _continues(n, every)]
+            pending += [
+                n for n in node.all_input_nodes if elements(n) == size and (n in every or is_pointwise(n))
+            ]
         pending += [n for n in node.users if elements(n) == size and is_pointwise(n)]
-    return _after(seeds, inside), seeds
-
-
-def _continues(node: fx.Node, products: set[fx.Node]) -> bool:
-    return node in products or is_pointwise(node)
-
-
-def _after(seeds: set[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of `inside` that are computed from one of the products."""
-    return reached(seeds, lambda node: [n for n in node.users if n in inside])
+    return reached(seeds, lambda node: [n for n in node.users if n in inside]), seeds
 
 
 def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.Node, int]) -> Region | None:

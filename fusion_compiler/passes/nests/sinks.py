@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
-from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.passes.nests import region
 from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES
@@ -83,14 +82,9 @@ def _weights(like: fx.Node, scores: fx.Node, sink: fx.Node) -> fx.Node:
     return call(_aten.mul.Tensor, terms, call(_aten.reciprocal.default, total))
 
 
-def _without_columns(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
-    """Make the sinks of a graph parts of sums."""
-    return Replacements(RULE, (_aten.slice.Tensor,), _look)(gm) if region.ENABLED else (gm, ())
-
-
 ATTENTION_SINKS = Pass(
     RULE,
-    _without_columns,
+    lambda gm: Replacements(RULE, (_aten.slice.Tensor,), _look)(gm) if region.ENABLED else (gm, ()),
     does="Add a column of scores without values to the sums of a softmax.",
     when="the last column of its result is cut off",
     gains="scores and their column are never copied into one tensor",

@@ -10,7 +10,6 @@ from torch._ops import OpOverload
 from fusion_compiler.ir.dag import Op, OpDag
 from fusion_compiler.ir.dims import Dim
 
-aten = torch.ops.aten
 CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 # These arguments do not matter: dtypes and devices, and the shapes of results, which are compared as shapes.
 UNCOMPARED = frozenset({

@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 
-from fusion_compiler.ir.dag import Op, OpDag, Ref, Source
+from fusion_compiler.ir.dag import Op, OpDag, Ref
 from fusion_compiler.ir.pattern_text import parameter_names
 from fusion_compiler.ir.sources import source_of
 from fusion_compiler.passes.patterns.indexed import Indexed, computes, key_of
@@ -55,12 +55,9 @@ def closest(traced: Traced, graph: Indexed, *, exact: bool = False) -> str:
 
 def place(dag: OpDag, name: str) -> str:
     """Return an op's source line, as "model.py:12", or its name."""
-    source = dag.op(name).source or _source(dag, name)
+    nodes = (node for node in dag.module.graph.nodes if node.name == name)
+    source = dag.op(name).source or next(map(source_of, nodes), None)
     return f"{Path(source.file).name}:{source.line}" if source is not None and source.file else f"op {name}"
-
-
-def _source(dag: OpDag, name: str) -> Source | None:
-    return next((source_of(node) for node in dag.module.graph.nodes if node.name == name), None)
 
 
 def _sentence(attempt: Attempt, traced: Traced, dag: OpDag) -> str:

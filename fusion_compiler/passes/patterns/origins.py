@@ -13,6 +13,7 @@ from fusion_compiler.errors import PredicateError
 from fusion_compiler.ir.dag import OpDag, Source
 from fusion_compiler.ir.graph_info import Origins
 from fusion_compiler.ir.sources import is_library
+from fusion_compiler.ir.walk import walk
 from fusion_compiler.passes.patterns.indexed import bare, key_of
 from fusion_compiler.patterns import MatchedTensor, Pattern
 
@@ -58,15 +59,8 @@ def _described(name: str, dag: OpDag, origins: Origins) -> MatchedTensor:
 
 
 def _requires_grad(name: str, dag: OpDag, origins: Origins) -> bool:
-    pending, seen = [name], {name}
-    while pending:
-        op = dag.op(pending.pop())
-        if op.name in origins and origins[op.name].requires_grad:
-            return True
-        if key_of(op) != "detach":
-            pending += [i for i in op.inputs if i not in seen]
-            seen.update(op.inputs)
-    return False
+    behind = walk([name], lambda n: () if key_of(dag.op(n)) == "detach" else dag.op(n).inputs)
+    return any(n in origins and origins[n].requires_grad for n in behind)
 
 
 def _line_of(error: Exception) -> Source | None:

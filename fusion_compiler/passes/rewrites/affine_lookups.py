@@ -29,7 +29,6 @@ from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expressi
 
 _aten = torch.ops.aten
 RULE = "affine lookups"
-NOTE = "no lookup by data"
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,8 @@ def _part(node: fx.Node, dim: int, p: _Progression) -> fx.Node:
     if p.step < 0:
         part = emit(node, _aten.flip.default, part, [dim])
     if len(p.dims) > 1:
-        before, after = ([size_of(node, source, d) for d in dims] for dims in _around(source, dim))
+        around = range(dim), range(dim + 1, source.meta["val"].dim())
+        before, after = ([size_of(node, source, d) for d in dims] for dims in around)
         part = emit(node, _aten.reshape.default, part, [*before, *(shape[d] for d in p.dims), *after])
     elif not p.dims:
         part = emit(node, _aten.squeeze.dim, part, dim)
@@ -148,10 +148,6 @@ def _part(node: fx.Node, dim: int, p: _Progression) -> fx.Node:
             sizes[dim + d] = size_of(node, index, d)
         part = emit(node, _aten.expand.default, part, sizes)
     return emit(node, _aten.clone.default, part, memory_format=torch.contiguous_format)
-
-
-def _around(source: fx.Node, dim: int) -> tuple[range, range]:
-    return range(dim), range(dim + 1, source.meta["val"].dim())
 
 
 def _symbolic_ends(node: fx.Node, index: fx.Node, p: _Progression) -> tuple[Any, Any]:

@@ -24,9 +24,10 @@ from torch.fx.node import map_aggregate
 from fusion_compiler.capture.graphs import ancestors, arguments, erase_unused, is_pure
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.constants import literal
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.mask_algebra import UnprovedError, expression, predicate_of
-from fusion_compiler.passes.rewrites.predicate import Bounds, Formula, Le0, at
+from fusion_compiler.passes.rewrites.predicate import Bounds, Le0, at
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 RULE = "attention mask"
@@ -50,7 +51,8 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
         if mask not in verdicts:
             verdicts[mask] = _verdict(mask, written)
         kind, reason = verdicts[mask]
-        if kind is Mask.CAUSAL and not _square(call):
+        rows, columns = (expression(arguments(call)[k].meta["val"].shape[-2]) for k in ("query", "key"))
+        if kind is Mask.CAUSAL and rows != columns:
             kind, reason = None, "causal, but queries and keys differ in length"
         return reason if kind is None else Replacement(functools.partial(_replaced, call, kind), reason)
 
@@ -89,12 +91,6 @@ def _replaced(call: fx.Node, kind: Mask, nodes: Nodes) -> fx.Node:
     return node
 
 
-def _square(call: fx.Node) -> bool:
-    named = arguments(call)
-    rows, columns = (expression(named[k].meta["val"].shape[-2]) for k in ("query", "key"))
-    return rows == columns
-
-
 def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
     built_from = ancestors(mask)
     if data := _data(built_from):
@@ -111,37 +107,21 @@ def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
 
 def _data(built_from: set[fx.Node]) -> list[fx.Node]:
     """Return the tensors of `built_from` that are no literals."""
-    return sorted(n for n in built_from if n.op != "call_function" and _is_tensor(n) and not _literal(n))
+    tensors = (n for n in built_from if n.op != "call_function" and _is_tensor(n))
+    return sorted(n for n in tensors if literal(n) is None)
 
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _literal(node: fx.Node) -> bool:
-    """True for a constant of the model's code (torch.tensor(0.5)), as the trace stores it."""
-    return (
-        node.op == "get_attr"
-        and type(_stored(node)) is torch.Tensor
-        and all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-    )
-
-
-def _stored(node: fx.Node) -> Any:
-    return getattr(node.graph.owning_module, str(node.target), None)
-
-
 def _by_algebra(mask: fx.Node) -> tuple[Mask | None, str]:
     coordinates, formula = predicate_of(mask)
     if formula is True:
         return Mask.ALL_TRUE, "all true, proved from its indices"
-    if len(coordinates) >= 2 and formula == _causal(coordinates):
+    if len(coordinates) >= 2 and formula == Le0(coordinates[-1] - coordinates[-2]):
         return Mask.CAUSAL, "causal, proved from its indices"
     return None, f"the mask is neither all true nor causal: {formula}"
-
-
-def _causal(coordinates: tuple[sympy.Symbol, ...]) -> Formula:
-    return Le0(coordinates[-1] - coordinates[-2])
 
 
 def _by_value(mask: fx.Node, built_from: set[fx.Node]) -> tuple[Mask | None, str]:
@@ -186,16 +166,13 @@ def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
 
     with torch.no_grad(), unset_fake_temporarily():
         for node in nodes:
-            if node.op == "get_attr":
-                values[node] = _stored(node).cpu()
+            if (stored := literal(node)) is not None:
+                values[node] = stored.cpu()
                 continue
             args, kwargs = map_aggregate((node.args, dict(node.kwargs)), here)  # type: ignore[misc]
-            values[node] = node.target(*args, **{**kwargs, **_unpinned(kwargs)})  # type: ignore[operator]
+            unpinned = {"pin_memory": False} if "pin_memory" in kwargs else {}
+            values[node] = node.target(*args, **{**kwargs, **unpinned})  # type: ignore[operator]
     return values
-
-
-def _unpinned(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"pin_memory": False} if "pin_memory" in kwargs else {}
 
 
 def _shown(mask: torch.Tensor) -> torch.Tensor | None:

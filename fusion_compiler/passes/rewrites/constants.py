@@ -68,15 +68,20 @@ def _written(node: fx.Node) -> bool:
     return False
 
 
-def _stored(node: fx.Node) -> Collection[float] | None:
-    """Return the number of a literal of the model's code, torch.tensor(0.5), as traces store it, or None."""
-    if any(user.target is not _aten.lift_fresh_copy.default for user in node.users):
+def literal(node: fx.Node) -> torch.Tensor | None:
+    """Return a literal of the model's code, torch.tensor(0.5), as traces store it, or None."""
+    if node.op != "get_attr" or any(u.target is not _aten.lift_fresh_copy.default for u in node.users):
         return None
-    literal = getattr(node.graph.owning_module, str(node.target), None)
-    if type(literal) is not torch.Tensor or literal.numel() != 1:
+    stored = getattr(node.graph.owning_module, str(node.target), None)
+    return stored if type(stored) is torch.Tensor else None
+
+
+def _stored(node: fx.Node) -> Collection[float] | None:
+    stored = literal(node)
+    if stored is None or stored.numel() != 1:
         return None
     with unset_fake_temporarily():
-        return (float(literal.item()),)
+        return (float(stored.item()),)
 
 
 _MOST = 8

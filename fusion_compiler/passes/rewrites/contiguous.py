@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import reached
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 

@@ -31,12 +31,13 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused, nodes_in, reached
+from fusion_compiler.capture.graphs import aliases, arguments, emit, erase_unused, nodes_in
 from fusion_compiler.capture.memory import has_strides, metadata_of, place, root
 from fusion_compiler.ir.dag import dim_of, kind_of
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Level, Pass, Refused
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.walk import reached, walk
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import WRITE_BACK, draws, written
 from fusion_compiler.ops.table import Kind, is_always_held, spec_of
@@ -298,15 +299,10 @@ def part_of(scatter: fx.Node) -> fx.Node:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read a value, directly or through views."""
-    readers: dict[fx.Node, None] = {}
-    pending = list(node.users)
-    while pending:
-        user = pending.pop()
-        if is_view_node(user):
-            pending += user.users
-        elif not str(getattr(user.target, "_schema", "")).startswith("aten::sym_"):  # which reads a size
-            readers[user] = None
-    return list(readers)
+    shown = walk(node.users, lambda user: user.users if is_view_node(user) else ())
+    readers = (user for user in shown if not is_view_node(user))
+    # A call of aten::sym_size reads no element.
+    return [r for r in readers if not str(getattr(r.target, "_schema", "")).startswith("aten::sym_")]
 
 
 def _has_own_memory(node: fx.Node) -> bool:

@@ -27,7 +27,6 @@ from fusion_compiler.capture.graphs import (
     emit,
     is_trained,
     mutated_nodes,
-    reached,
     refuse_strides,
     replaced_by,
     stored_in_order,
@@ -36,6 +35,7 @@ from fusion_compiler.capture.graphs import (
 from fusion_compiler.errors import first_line
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass, Refused
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.convolution_times import (
     COPY,
     PASSES,

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from fusion_compiler.capture.graphs import emit
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.passes.rewrites.constants import literal
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 
 _aten = torch.ops.aten
@@ -26,22 +27,20 @@ RULE = "scalar constants"
 
 def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
     constant: Any = node.args[0]
-    literal = getattr(node.graph.owning_module, str(constant.target), None)
-    if constant.op != "get_attr" or type(literal) is not torch.Tensor:
+    number = literal(constant)
+    if number is None or number.device.type != "cpu" or number.dim() > 0:
         return None
-    if literal.device.type != "cpu" or literal.dim() > 0:
-        return None
-    if literal.is_complex() or literal.is_quantized or literal.requires_grad:
+    if number.is_complex() or number.is_quantized or number.requires_grad:
         return None
     devices = {getattr(user.meta.get("val"), "device", None) for user in node.users}
     device = devices.pop() if len(devices) == 1 else None
     if device is None:
         return None
     with unset_fake_temporarily():
-        number = literal.item()
+        value = number.item()
 
     def full(nodes: Nodes) -> fx.Node:
-        return emit(nodes[node], _aten.full.default, [], number, dtype=literal.dtype, device=device)
+        return emit(nodes[node], _aten.full.default, [], value, dtype=number.dtype, device=device)
 
     return Replacement(full, "a number of the host is one of the device", (constant,))
 

@@ -64,10 +64,6 @@ def _pays(result: Any, x: Any, *others: Any) -> bool:
     return x.is_floating_point() and x.stride()[-1] == 1
 
 
-def _note(result: Any, x: Any, weight: Any, *others: Any) -> str:
-    return f"windows of {' x '.join(map(str, weight.shape[2:]))} lie side by side: a product"
-
-
 def _convolution(rank: int, convolution: Callable[..., Any]) -> Rule:
     image, weight = torch.ones(2, 3, *(6, 8, 4)[:rank]), torch.ones(5, 3, *(3, 4, 2)[:rank])
     sizes = [3, 4, 2][:rank], [0] * rank, [1] * rank
@@ -79,7 +75,9 @@ def _convolution(rank: int, convolution: Callable[..., Any]) -> Rule:
         where=_is_side_by_side,
         considers=_has_steps,
         pays=_pays,
-        note=_note,
+        note=lambda result, x, w, *_: (
+            f"windows of {' x '.join(map(str, w.shape[2:]))} lie side by side: a product"
+        ),
     )
 
 

@@ -106,7 +106,8 @@ def negation(formula: Formula) -> Formula:
         return Le0(sympy.expand(1 - formula.expr))  # not e <= 0  <=>  e >= 1
     if isinstance(formula, Some):
         return every(*(negation(p) for p in formula.parts))
-    parts = {q for p in formula.parts for n in (negation(p),) for q in _alternatives(n)} - {False}
+    negated = map(negation, formula.parts)
+    parts = {q for n in negated for q in (n.parts if isinstance(n, Some) else (n,))} - {False}
     return True in parts or Some(frozenset(parts)) if parts else False
 
 
@@ -118,7 +119,3 @@ def at(formula: Formula, coordinates: dict[sympy.Symbol, sympy.Expr], bounds: Bo
         return bounds.le0(formula.expr.subs(list(coordinates.items())))
     parts = [at(part, coordinates, bounds) for part in formula.parts]
     return every(*parts) if isinstance(formula, Every) else some(*parts)
-
-
-def _alternatives(formula: Formula) -> frozenset[Formula]:
-    return formula.parts if isinstance(formula, Some) else frozenset((formula,))

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from fusion_compiler.errors import UserKernelError
 from fusion_compiler.passes.patterns.trace import traced_above_autograd
 from fusion_compiler.passes.rewrites.equality import InFloat64
+from fusion_compiler.passes.rewrites.trials import is_float
 from fusion_compiler.patterns import USER_NAMESPACE, UserKernel
 
 # (kernel, names of its results, results, the results of the pattern's code, and in float64) -> True if good
@@ -32,7 +33,7 @@ def operator_of(kernel: UserKernel, check: Check | None = None) -> OpOverload:
     returned, then and later. Each compilation has its own check, and the kernel is another operator for each.
     """
     results = len(traced_above_autograd(kernel).dag.outputs)
-    types = [_type_of(value) for value in kernel.example]
+    types = ["Tensor" if isinstance(v, Tensor) else type(v).__name__ for v in kernel.example]
     # The cache keeps both alive, so no others have their ids.
     name = f"{USER_NAMESPACE}::{kernel.name}_{id(kernel):x}{f'{id(check):x}' if check else ''}"
     run = _checked(kernel, check)
@@ -58,10 +59,6 @@ def _define(name: str, run: Any, types: Sequence[str], results: int, like: Refer
 
 def _one_or_all(results: list[Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _type_of(value: object) -> str:
-    return "Tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _listed(values: Any) -> list[Tensor]:
@@ -127,7 +124,7 @@ class _First:
 
     def exact(self, arguments: Sequence[Any]) -> list[Tensor] | None:
         """Return the code's results in float64, or None if it takes no float64."""
-        wide = [a.detach().double() if _is_float(a) else a for a in arguments]
+        wide = [a.detach().double() if is_float(a) else a for a in arguments]
         try:
             with _above(grad=True), InFloat64():
                 return [r.detach() for r in self.reference(wide)]
@@ -168,13 +165,9 @@ def _wrong(name: str, detail: str) -> UserKernelError:
     return UserKernelError(kernel=name, detail=detail)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _floats(kernel: UserKernel) -> list[int]:
     """Return the positions of the arguments that have gradients."""
-    return [i for i, v in enumerate(kernel.example) if isinstance(v, Tensor) and v.is_floating_point()]
+    return [i for i, v in enumerate(kernel.example) if is_float(v)]
 
 
 def _backward_operator(
@@ -247,7 +240,7 @@ def _of_code(
     kernel: UserKernel, arguments: list[Any], tangents: Sequence[Any]
 ) -> list[tuple[int, Tensor | None]]:
     """Return (position, gradient) of the floating arguments from the pattern's code, which runs again."""
-    places = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.is_floating_point()]
+    places = [i for i, a in enumerate(arguments) if is_float(a)]
     with torch.enable_grad():
         fresh = [a.detach().requires_grad_() if i in places else a for i, a in enumerate(arguments)]
         results = _listed(kernel.code(*fresh))

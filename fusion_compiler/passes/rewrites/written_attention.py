@@ -221,7 +221,8 @@ class _Call:
         if number is not None:
             if len(set(fills)) > 1:
                 raise Refused("its masks fill the scores with different numbers")
-            if not (number <= HIDDEN or number == _lowest(self.attention.products[0])):
+            lowest = torch.finfo(self.attention.products[0].meta["val"].dtype).min
+            if not (number <= HIDDEN or number == lowest):
                 raise Refused(f"hidden scores are {number:g}, which may count")
         finite = bias is None or not _may_be_infinite(bias)
         certain = shown is None or (finite and self._shows_every_row(shown))
@@ -317,10 +318,6 @@ def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
 
 def _same_in(value: float, dtype: torch.dtype) -> bool:
     return math.isinf(value) or math.isfinite(float(torch.tensor(value).to(dtype)))
-
-
-def _lowest(product: fx.Node) -> float:
-    return torch.finfo(product.meta["val"].dtype).min
 
 
 def _may_be_infinite(mask: fx.Node) -> bool:
