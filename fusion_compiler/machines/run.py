@@ -22,8 +22,8 @@ from fusion_compiler.ir.decision import Decision
 from fusion_compiler.machines import faults
 from fusion_compiler.machines.compression import Compression, choose
 from fusion_compiler.machines.links import Lanes, Wire
+from fusion_compiler.machines.pipeline import Pipeline
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
-from fusion_compiler.machines.split import stage_modules
 from fusion_compiler.machines.stage import CompiledStage
 
 SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "Interleaved1F1B"}
@@ -50,7 +50,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        plan: PipelinePlan,
+        plan: Pipeline,
         *,
         loss: Loss,
         optimizer: Callable[[list[nn.Parameter]], Optimizer],
@@ -71,7 +71,7 @@ class PipelineRunner:
         self.device: torch.device = gpu or torch.device("cpu")
         options = {"backend": "auto" if self.device.type == "cuda" else "eager"} | options
         self.numbers: range = range(self.rank, len(plan.stages), self.world)
-        modules = stage_modules(plan)
+        modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
         choices = choose(compression, plan)
         self.decisions: tuple[Decision, ...] = tuple(decision for _, decision in choices)
