@@ -143,16 +143,16 @@ def shape_of(node: fx.Node) -> object:
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Generator[None]:
-    """Put gradients and buffers back at the end."""
+def unchanged(module: nn.Module) -> Generator[dict[str, Tensor]]:
+    """Put gradients and buffers back at the end. Yield the buffers' values by name."""
     gradients = [(p, p.grad) for p in module.parameters()]
-    buffers = [(b, b.clone()) for b in module.buffers()]
+    values = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        yield values
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(values[name])
