@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +16,9 @@ from fusion_compiler.ops.own.random import philox
 from fusion_compiler.optimizer.formula import Formula
 from fusion_compiler.optimizer.kernel import BLOCK, Variant, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu
-from fusion_compiler.runtime.launch import gpu_for, loaded
+from fusion_compiler.runtime.launch import Backend, gpu_for, loaded
 from fusion_compiler.runtime.target import argument_type, build_of
 
-Backend = Literal["triton", "interpret", "eager"]
 MOST_PLACES = 16  # tables of a batch that are kept: its gradients come back to the same few addresses
 Set = tuple[int, tuple[float, ...]]  # the position of a formula, and its numbers
 
