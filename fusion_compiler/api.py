@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fusion_compiler.capture.module import (
     CompiledFunction,
+    Compiling,
     Plans,
     check_callable,
     compiled_class,
@@ -118,11 +119,9 @@ def compile(
     if chosen.backend == "auto" and torch.cuda.is_available():
         prepare()  # while the model is captured
     compiler.plans.reporter = functools.partial(report, getattr(model, "__name__", type(model).__name__))
-    return wrap(
-        target,
+    compiling = Compiling(
         compiler.backend(),
         compiler.plans,
-        recompile,
         dynamic=chosen.dynamic,
         fullgraph=chosen.fullgraph,
         strict=chosen.strict,
@@ -132,6 +131,7 @@ def compile(
         omit=chosen.omit,
         kept=compiler.kept,
     )
+    return wrap(target, compiling, recompile)
 
 
 def check_optimizer(model: object, optimizer: object, when: str) -> None:

@@ -36,7 +36,8 @@ from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import execution_order
 from fusion_compiler.optimizer import launch
 from fusion_compiler.optimizer.kernel import kernel_of
-from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for
+from tests.disassembly import instructions
 from tests.golden_cases import DEVICE, MAKERS, programs_of
 
 TARGET = "sm_90"

@@ -39,8 +39,8 @@ class RandomDag:
         values = []
         for i, us in enumerate(self.us):
             uses = tuple(self.readers(i))
-            forward, backward = (tuple(share * us / s for s in self.speeds) for share in (1 / 3, 2 / 3))
-            items.append(Item(uses if i in self.again else (i,), forward, backward))
+            times = tuple((1 / 3 * us / s, 2 / 3 * us / s) for s in self.speeds)
+            items.append(Item(uses if i in self.again else (i,), times))
             if i not in self.again:
                 items.append(Item((i, *uses), saved=self.sent[i]))
                 values.append(Value(i, max(uses, default=i), self.sent[i], self.sent[i]))

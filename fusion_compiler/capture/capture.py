@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -71,17 +71,7 @@ from fusion_compiler.runtime.stages import Stages
 from fusion_compiler.support.store import Store
 
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], GraphInfo], Callable[..., Any]]
-
-
-class Backend(Protocol):
-    """A backend is the function that TorchDynamo calls with each graph.
-
-    traced: True if the graph is in its pre-autograd form already.
-    """
-
-    def __call__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
-    ) -> Callable[..., Any]: ...
+Backend = Callable[..., Callable[..., Any]]  # `Capture.backend`
 
 
 def raising(name: str, error: Exception) -> None:
@@ -131,7 +121,7 @@ class Capture:
     def backend(
         self, gm: fx.GraphModule, inputs: Sequence[Any], *, traced: bool = False
     ) -> Callable[..., Any]:
-        """Compile a graph of TorchDynamo's, as `Backend` says."""
+        """Compile a graph of TorchDynamo's. traced: True if it is in its pre-autograd form already."""
         name = f"graph{next(self._numbers)}"
         gm, held = lift_attributes(gm)
         compilers = _Compilers(self, name)
@@ -323,7 +313,7 @@ class _Compilers:
             if any(node.target in COMBINES for node in graph.graph.nodes):  # several may sort alike
                 merge_equal(graph.graph)
             self._rewrite_joint(graph.graph)
-        info = _info(graph, self._name, phase, ())
+        info = _info(graph, self._name, phase)
         if phase is Phase.FORWARD:
             self._separable = separable(graph.graph.output_node().args[0][: info.outputs])  # type: ignore[index]
             self._donated = _taken_donations()
@@ -543,14 +533,14 @@ def _unkept() -> str | None:
     return None if lost is None else f"PyTorch does not keep the sizes of {lost.removesuffix('_ViewMeta')}"
 
 
-def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Decisions) -> GraphInfo:
+def _info(graph: fx.GraphModule, name: str, phase: Phase) -> GraphInfo:
     metadata = _metadata()
     placeholders = graph.graph.find_nodes(op="placeholder")
     returned = graph.graph.output_node().args[0]
     outputs = len(returned) if isinstance(returned, Sequence) else 1
     owned: tuple[str, ...] = ()
     if metadata is None:
-        return GraphInfo(f"{name}.{phase}", phase, (), outputs, rewrites=notes)
+        return GraphInfo(f"{name}.{phase}", phase, (), outputs)
     static = {int(i) for i in metadata.static_input_indices}
     if phase is Phase.BACKWARD:
         # The partitioner keeps the joint graph's names for inputs that it saves.
@@ -559,7 +549,7 @@ def _info(graph: fx.GraphModule, name: str, phase: Phase, notes: Decisions) -> G
         owned = tuple(node.name for node in placeholders if not node.name.startswith("primals_"))
     elif phase is Phase.FORWARD:
         outputs = metadata.num_forward_returns
-    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned, rewrites=notes)
+    return GraphInfo(f"{name}.{phase}", phase, tuple(sorted(static)), outputs, owned)
 
 
 def _taken_donations() -> frozenset[int]:

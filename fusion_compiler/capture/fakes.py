@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch._guards import TracingContext
@@ -45,7 +45,7 @@ class FakesOnly(FakeTensorMode):
         arguments: tuple[Any, dict[str, Any]] = (args, kwargs or {})
         if func not in self.lift_fns:
             arguments = pytree.tree_map_only(Tensor, self._faked, arguments)
-        return super().__torch_dispatch__(func, types, *arguments)
+        return super().__torch_dispatch__(cast("Any", func), types, *arguments)
 
     def _faked(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor)

@@ -200,28 +200,24 @@ def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def trace_again(nodes: Iterable[fx.Node]) -> None:
-    """Trace, in order, the values of calls whose operands have a new layout. Raise what a call raises."""
-    for node in nodes:
-        if node.op == "call_function":
-            node.meta["val"] = _called(node, {})
+def trace_again(node: fx.Node) -> None:
+    """Trace the value of a call whose operands have a new layout. Raise what the call raises."""
+    if node.op == "call_function":
+        node.meta["val"] = _called(node, {})
 
 
-def trace_strides(first: fx.Node, check: Callable[[fx.Node], None]) -> None:
+def trace_strides(first: fx.Node) -> None:
     """Trace again the value of `first`, whose operand has a new layout, and all that this changes in the
     graph; shapes stay.
 
-    check(node): called for each node that reads a tensor with other strides than before, and raises Refused
-    if these would be seen.
-
-    Raises Refused, with all values as they were, if `check` does or a call raises for such strides.
+    Raises Refused, with all values as they were, if other strides would be seen or a call raises for them.
     """
     values: dict[fx.Node, Any] = {}
     node = first
     while node.op != "root":
         if node is first or any(n in values for n in node.all_input_nodes):
             if node is not first:
-                check(node)
+                refuse_strides(node)
             try:
                 value = _called(node, values)
             except (RuntimeError, ValueError) as error:

@@ -196,25 +196,21 @@ class CompiledFunction(Generic[P, R]):
         return _rebuild, (self._recompile, self._function)
 
 
-def wrap(
-    target: nn.Module | Callable[..., Any],
-    backend: Backend,
-    plans: Plans,
-    recompile: Recompile,
-    *,
-    dynamic: bool | None = None,
-    fullgraph: bool = False,
-    strict: bool = False,
-    broke: Callable[[Sequence[GraphBreak]], None] | None = None,
-    give_up: Callable[[str, Exception], None] = raising,
-    missed: Callable[[str, str], None] = lambda model, method: None,
-    omit: tuple[str, ...] = (),
-    kept: Callable[[str], None] = lambda reason: None,
-) -> Any:
-    """Return `target` compiled through `backend`: a module of the same class, or a CompiledFunction.
+def wrap(target: nn.Module | Callable[..., Any], compiling: Compiling, recompile: Recompile) -> Any:
+    """Return `target` compiled: a module of the same class, or a CompiledFunction.
+
+    recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
+    """
+    if isinstance(target, nn.Module):
+        return _compiled_module(target, compiling, recompile)
+    return CompiledFunction(target, compiling.compiled(target), compiling.plans, recompile)
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """The object has what all functions of one compiled object are compiled with.
 
     plans: filled by the backend; it becomes `.plan`.
-    recompile: makes a compiled object of a plain one, for deepcopy and pickle (it is pickled too).
     dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.
     broke: called with the graph breaks of a call that compiled something; without it `plans` keeps them.
     give_up(name, error): called if a call ran eager because TorchDynamo could not capture it. It may raise.
@@ -223,28 +219,22 @@ def wrap(
     omit: fields of a module's result that are None in training (`omitted.omitting`). kept(reason):
         called if a result does not have them.
     """
-    is_full = fullgraph or strict
-    compiling = _Compiling(backend, plans, dynamic, is_full, strict, broke or plans.broke, give_up)
-    if isinstance(target, nn.Module):
-        omitted = functools.partial(_omitting, compiling.compiled, omit, kept) if omit else compiling.compiled
-        return _compiled_module(target, compiling.compiled, plans, recompile, missed, omitted)
-    return CompiledFunction(target, compiling.compiled(target), plans, recompile)
-
-
-@dataclass(frozen=True)
-class _Compiling:
-    """The object has what all functions of one compiled object are compiled with, as `wrap` says.
-
-    fullgraph: True if an error is raised where TorchDynamo would break the graph.
-    """
 
     backend: Backend
     plans: Plans
-    dynamic: bool | None
-    fullgraph: bool
-    strict: bool
-    broke: Callable[[Sequence[GraphBreak]], None]
-    give_up: Callable[[str, Exception], None]
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    strict: bool = False
+    broke: Callable[[Sequence[GraphBreak]], None] | None = None
+    give_up: Callable[[str, Exception], None] = raising
+    missed: Callable[[str, str], None] = lambda model, method: None
+    omit: tuple[str, ...] = ()
+    kept: Callable[[str], None] = lambda reason: None
+
+    @property
+    def is_full(self) -> bool:
+        """True if an error is raised where TorchDynamo would break the graph."""
+        return self.fullgraph or self.strict
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function` compiled. A call that TorchDynamo fails to capture runs eager."""
@@ -252,8 +242,9 @@ class _Compiling:
         # A frame of its own: Dynamo counts recompilations per code object, and many models
         # share one outermost function (a decorator's).
         run = dynamo_compiled(
-            _own_frame(function), self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph
+            _own_frame(function), self.backend, dynamic=self.dynamic, fullgraph=self.is_full
         )
+        broke = self.broke or plans.broke
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal failures
@@ -274,7 +265,7 @@ class _Compiling:
                 if rarely is not None:
                     rarely.__exit__(None, None, None)
                 if counters["frames"].get("total") != frames:  # something was compiled
-                    self.broke(breaks_since(before, began, getattr(function, "__qualname__", "the model")))
+                    broke(breaks_since(before, began, getattr(function, "__qualname__", "the model")))
             results = function(*args, **kwargs)  # if this raises as well, the error is the user's
             failures += 1
             self.give_up(f"the call of {getattr(function, '__qualname__', 'the model')}", fault)
@@ -291,7 +282,7 @@ class _Compiling:
                 raise of_error(error).error from None
             case BackendCompilerFailed() | Unsupported() | UserError() | FailOnRecompileLimitHit():
                 raise error
-            case _ if self.fullgraph or not _is_uncaptured(error):
+            case _ if self.is_full or not _is_uncaptured(error):
                 raise _operator_error(error) from None
             case _:
                 return _operator_error(error)
@@ -338,33 +329,23 @@ def plan_of(compiled: object) -> Plans:
     return compiled.plan if isinstance(compiled, CompiledFunction) else compiled._fusion_plans  # type: ignore[attr-defined]
 
 
-def _omitting(
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
-    omit: tuple[str, ...],
-    kept: Callable[[str], None],
-    forward: Callable[..., Any],
-) -> Callable[..., Any]:
+def _compiled_forward(compiling: Compiling, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a module's forward, compiled without the results that are to be left out."""
-    run = compiled(omitting(forward, omit))
+    if not (omit := compiling.omit):
+        return compiling.compiled(forward)
+    run = compiling.compiled(omitting(forward, omit))
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = run(self, *args, **kwargs)
         if self.training and torch.is_grad_enabled() and (reason := kept_of(result, omit)):
-            kept(reason)
+            compiling.kept(reason)
         return result
 
     return functools.update_wrapper(call, forward)
 
 
-def _compiled_module(
-    model: nn.Module,
-    compiled: Callable[[Callable[..., Any]], Callable[..., Any]],
-    plans: Plans,
-    recompile: Recompile,
-    missed: Callable[[str, str], None],
-    compiled_forward: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> nn.Module:
-    original = type(model)
+def _compiled_module(model: nn.Module, compiling: Compiling, recompile: Recompile) -> nn.Module:
+    original, plans = type(model), compiling.plans
 
     def compiled_method(method: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -377,10 +358,8 @@ def _compiled_module(
 
     @functools.cache
     def forward_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
-        run = compiled_forward(
-            original.forward if forward is None else lambda _, *args, **kwargs: forward(*args, **kwargs)
-        )
-        return compiled_method(original.forward, run)
+        called = original.forward if forward is None else lambda _, *args, **kwargs: forward(*args, **kwargs)
+        return compiled_method(original.forward, _compiled_forward(compiling, called))
 
     # An instance's forward, as other libraries set it, goes before the class's: the present one.
     present = property(
@@ -388,10 +367,10 @@ def _compiled_module(
         lambda self, value: vars(self).update(forward=value),
         lambda self: vars(self).pop("forward", None),
     )
-    report = functools.partial(missed, original.__name__)
+    report = functools.partial(compiling.missed, original.__name__)
     methods = {name: watched(f, lambda: plans.called, report) for name, f in other_methods(original)}
     for name in compiled_methods(model):
-        methods[name] = compiled_method(getattr(original, name), compiled(getattr(original, name)))
+        methods[name] = compiled_method(getattr(original, name), compiling.compiled(getattr(original, name)))
     body: dict[str, Any] = {
         **methods,
         **_added(model, plans),

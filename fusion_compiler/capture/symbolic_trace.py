@@ -15,7 +15,6 @@ import linecache
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +35,7 @@ from fusion_compiler.capture.graphs import unregister_constants
 from fusion_compiler.capture.pre_autograd import AUTOGRAD_METHODS, UntraceableError, check_constants
 from fusion_compiler.errors import first_line
 from fusion_compiler.ir.sources import is_library, marked
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.traced_gradients import traced_gradients
 
 _C: Any = torch._C
@@ -44,23 +44,14 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@dataclass(frozen=True)
-class SymbolicTrace:
-    """The trace holds a model as one graph. graph: pre-autograd ATen, which returns the tensors among the
-    results; its placeholders are the parameters, buffers and arguments that it reads, in the order of their
-    first use, and so are `inputs`."""
-
-    graph: fx.GraphModule
-    inputs: tuple[Tensor, ...]
-
-
 def symbolic_trace(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: FakeTensorMode
-) -> SymbolicTrace:
-    """Return `model(*args, **kwargs)` as one graph; parameters, buffers and arguments are FakeTensors of
-    `mode`.
+) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """Return `model(*args, **kwargs)` as one graph, and its inputs: the parameters, buffers and arguments
+    that it reads, in the order of their first use. They are FakeTensors of `mode`.
 
-    A module's own Python code runs, and may change its attributes. Raises UntraceableError.
+    The graph is pre-autograd ATen, and returns the tensors among the results. A module's own Python code
+    runs, and may change its attributes. Raises UntraceableError.
     """
     module = model if isinstance(model, nn.Module) else None
     if module is not None:
@@ -100,7 +91,7 @@ def symbolic_trace(
     unregister_constants(traced)
     used = _by_first_use(traced, inputs)
     _annotate(traced, used, [any(t is held for held in state) for t in used])
-    return SymbolicTrace(traced, used)
+    return traced, used
 
 
 def _check_module(module: nn.Module) -> None:
@@ -250,17 +241,16 @@ def _tensors(results: Any) -> list[Tensor]:
 def _check_gradients(results: list[Tensor]) -> None:
     """Raise UntraceableError for an autograd.Function, whose gradient is in autograd's graph and not in the
     trace. The gradient of a custom operator belongs to the operator, which the trace holds."""
-    pending: list[Any] = [t.grad_fn for t in results if t.grad_fn is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in autograd_nodes(results):
         name = type(node).__name__
         if isinstance(node, BackwardCFunction) and not name.startswith("GeneratedBackwardFor_"):
             raise UntraceableError(f"it holds an autograd.Function ({name.removesuffix('Backward')})")
-        pending += [after for after, _ in node.next_functions]
+
+
+def autograd_nodes(results: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of autograd's graph behind some results."""
+    starts: list[Any] = [t.grad_fn for t in results if t.grad_fn is not None]
+    return reached(starts, lambda node: [after for after, _ in node.next_functions if after is not None])
 
 
 def _check_graph(traced: fx.GraphModule) -> None:

@@ -205,27 +205,15 @@ def _convolution_order(x: Tensor, weight: Tensor, backend: Any) -> torch.memory_
     return torch.contiguous_format if x.dtype is torch.float64 else order_of_result(x, weight)
 
 
-def _to_device(
-    tensor: Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
-    return _to_options(
-        tensor, dtype=dtype, device=device, non_blocking=non_blocking, copy=copy, memory_format=memory_format
-    )
+_HOW = ("non_blocking", "copy", "memory_format")  # the last arguments of all forms of Tensor.to
 
 
-def _to_other(
-    tensor: Tensor,
-    other: Tensor,
-    non_blocking: bool = False,
-    copy: bool = False,
-    memory_format: torch.memory_format | None = None,
-) -> Tensor:
-    return _to_device(tensor, other.device, other.dtype, non_blocking, copy, memory_format)
+def _to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype, *how: Any, **named: Any) -> Tensor:
+    return _to_options(tensor, dtype=dtype, device=device, **dict(zip(_HOW, how, strict=False)), **named)
+
+
+def _to_other(tensor: Tensor, other: Tensor, *how: Any, **named: Any) -> Tensor:
+    return _to_device(tensor, other.device, other.dtype, *how, **named)
 
 
 def _to_options(

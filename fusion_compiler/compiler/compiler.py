@@ -178,8 +178,7 @@ class Compiler:
         runners, new = self.kernels.of_plan(plan, target, planned.programs)
         decisions = (*self.planner.keep(planned, plan, new), *info.rewrites)
         if info.phase is Phase.CHUNK:
-            time = step_time(plan, target.device, setting.hints)
-            self.predicted[info.name] = Predicted(order.peak, time)
+            self.predicted[info.name] = order.peak, step_time(plan, target.device, setting.hints)
         self.stages.enter("stitch")
         run, replay_decisions = self.stitched(gm, inputs, info, plan, order, runners, target)
         where = ["captured " + ("from disk" if info.from_disk else "anew")]

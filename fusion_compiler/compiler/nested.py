@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -16,14 +16,7 @@ from fusion_compiler.passes.fuse.step_time import StepTime
 from fusion_compiler.stitch.higher_order import compiled_graph, inner_graphs
 
 CompileGraph = Callable[[fx.GraphModule, Any, GraphInfo], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The object has the predictions for a chunk's body: the bytes that it uses at once, and its time."""
-
-    peak: int
-    time: StepTime
+Predicted = tuple[int, StepTime]  # for a chunk's body: the bytes that it uses at once, and its time
 
 
 def with_chunks(
@@ -47,9 +40,9 @@ def with_chunks(
         nodes[node].target = replace(
             loop,
             runs=runs,
-            peak=max(body.peak for body in bodies.values()),
-            host_us=sum(bodies[rows].time.host_us for rows in loop.sizes),
-            gpu_us=sum(bodies[rows].time.gpu_us for rows in loop.sizes),
+            peak=max(peak for peak, _ in bodies.values()),
+            host_us=sum(bodies[rows][1].host_us for rows in loop.sizes),
+            gpu_us=sum(bodies[rows][1].gpu_us for rows in loop.sizes),
         )
     copy.recompile()
     return copy

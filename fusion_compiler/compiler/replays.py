@@ -56,38 +56,26 @@ class Replays:
         """
         # A chunk's body is recorded with the graph that calls it.
         asked = False if info.phase is Phase.CHUNK else self.options.cudagraphs
-        if asked is True:
-            run, decision = self._as_asked(run, gm, inputs, info, backend, tuning)
-        elif asked == "auto" and backend == "triton":
-            terms = functools.partial(self._terms, replace(plan, solved=None), info, allocated)
+        decision = not_replayed(f"backend {backend!r} launches nothing") if asked is True else None
+        if asked and backend == "triton":
+            predicted = functools.partial(self._terms, replace(plan, solved=None), info, allocated)
+            terms = predicted if asked == "auto" else None
             decide = functools.partial(self._decided, info, handover)
             run, decision = self.recordings.wrap(run, gm, inputs, info, terms, tuning, decide)
-        else:
-            decision = None
+        if asked is True and decision is not None:
+            self._warn(info.name, decision)
         if handover is not None:
             handover.enabled = decision is None or not decision.is_done
         return run, () if decision is None else (decision,)
 
-    def _as_asked(
-        self,
-        run: Boxed,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        info: GraphInfo,
-        backend: str,
-        tuning: GraphTuning | None,
-    ) -> tuple[Boxed, Decision]:
-        """Return (`run`, replayed as a CUDA graph if possible; the decision). Warn if that is impossible."""
-        decision = not_replayed(f"backend {backend!r} launches nothing")
-        if backend == "triton":
-            run, decision = self.recordings.wrap(run, gm, inputs, info, tuning=tuning)
+    def _warn(self, graph: str, decision: Decision) -> None:
+        """Warn if a graph is not recorded although that was asked for."""
         if not decision.is_done and decision.reason != FORWARD_IS_NOT:
             self.warned.warn(
                 f"cudagraphs {decision.reason}",
-                f"{info.name} is not recorded as a CUDA graph: {decision.reason}\n"
+                f"{graph} is not recorded as a CUDA graph: {decision.reason}\n"
                 "  what to do: remove that cause, or leave out cudagraphs=True",
             )
-        return run, decision
 
     def _decided(self, info: GraphInfo, handover: Handover | None, decision: Decision) -> None:
         """Record what calls of a graph have shown about its CUDA graph."""

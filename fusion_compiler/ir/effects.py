@@ -17,10 +17,10 @@ _is_impure = fx.Node.is_impure
 
 def is_random(node: fx.Node) -> bool:
     """True if a call draws random numbers, also where a higher-order operator does so within it."""
-    return any(map(schema.draws, (node.target, *node.args))) or any(map(is_random, _inside(node)))
+    return any(map(schema.draws, (node.target, *node.args))) or any(map(is_random, inside(node)))
 
 
-def _inside(node: fx.Node) -> Iterator[fx.Node]:
+def inside(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes of the graphs that a higher-order operator takes."""
     for operand in node.all_input_nodes:
         if operand.op == "get_attr" and "val" not in operand.meta:

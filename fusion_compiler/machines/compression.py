@@ -11,7 +11,7 @@ slowest link's time. Convergence under top-k at these edges is studied in arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,58 +189,48 @@ def dequantise(stored: Sequence[Tensor], bits: Bits) -> Tensor:
     return integers.float() * scale.float()
 
 
-class Raw:
-    """Send a tensor as it is."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.parts: list[Part] = [(dtype, tuple(shape))]
-        self.mask: list[Part] = []
-
-    def select(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def encode(self, x: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
-        return (x,)
-
-    def decode(self, stored: tuple[Tensor, ...], *mask: Tensor) -> Tensor:
-        return stored[0]
-
-    def lost(self, x: Tensor, stored: tuple[Tensor, ...], *mask: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-
 class Coder:
-    """Encode and decode a tensor of one shape, by functions that this compiler compiles.
+    """Encode and decode a tensor of one shape, by functions that this compiler compiles. Without a codec, a
+    tensor is sent as it is.
 
     options: of `compile`, for these functions. A sparse codec needs the packed mask, which `select` returns.
     """
 
+    encode: Callable[..., tuple[Tensor, ...]]
+    decode: Callable[..., Tensor]
+
     def __init__(
-        self, codec: Codec, shape: Sequence[int], dtype: torch.dtype, options: dict[str, Any]
+        self, codec: Codec | None, shape: Sequence[int], dtype: torch.dtype, options: dict[str, Any]
     ) -> None:
-        self.codec, self.shape, self.dtype = codec, torch.Size(shape), dtype
+        self.shape, self.dtype = torch.Size(shape), dtype
+        # dtype and shape of what `encode` returns, and of what `select` returns
+        self.parts: list[Part] = [(dtype, tuple(shape))]
+        self.mask: list[Part] = []
+        if codec is None:
+            self.encode, self.decode = (lambda x: (x,)), (lambda stored: stored[0])
+            return
+        self.keep, self.bits = codec.keep, codec.bits
         blocks = -(-self.shape.numel() // BLOCK)
         numbers = {16: torch.bfloat16, 8: torch.int8, 4: torch.uint8}[codec.bits]
         scales = [] if codec.bits == 16 else [(torch.bfloat16, (blocks, 1))]
-        # dtype and shape of what `encode` returns, and of what `select` returns
-        self.parts: list[Part] = [(numbers, (blocks, codec.keep // (2 if codec.bits == 4 else 1))), *scales]
-        self.mask: list[Part] = [(torch.uint8, (blocks, BLOCK // 8))] if codec.sparse else []
+        self.parts = [(numbers, (blocks, codec.keep // (2 if codec.bits == 4 else 1))), *scales]
+        self.mask = [(torch.uint8, (blocks, BLOCK // 8))] if codec.sparse else []
         self.select = compile(self._select, **options)
         self.encode = compile(self._encode, **options)
         self.decode = compile(self._decode, **options)
         self.lost = compile(self._lost, **options)
 
     def _select(self, x: Tensor) -> Tensor:
-        return pack_mask(select(blocks_of(x), self.codec.keep))
+        return pack_mask(select(blocks_of(x), self.keep))
 
     def _encode(self, x: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
         x = blocks_of(x)
         for packed in mask:
-            x = compact(x, unpack_mask(packed), self.codec.keep)
-        return quantise(x, self.codec.bits)
+            x = compact(x, unpack_mask(packed), self.keep)
+        return quantise(x, self.bits)
 
     def _decode(self, stored: tuple[Tensor, ...], *mask: Tensor) -> Tensor:
-        x = dequantise(stored, self.codec.bits)
+        x = dequantise(stored, self.bits)
         for packed in mask:
             x = spread(x, unpack_mask(packed))
         return self._shaped(x)
@@ -254,9 +244,3 @@ class Coder:
 
     def _shaped(self, blocks: Tensor) -> Tensor:
         return blocks.view(-1)[: self.shape.numel()].view(self.shape).to(self.dtype)
-
-
-def coder(
-    codec: Codec | None, shape: Sequence[int], dtype: torch.dtype, options: dict[str, Any]
-) -> Raw | Coder:
-    return Raw(shape, dtype) if codec is None else Coder(codec, shape, dtype, options)

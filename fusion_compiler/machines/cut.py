@@ -36,13 +36,12 @@ class Item:
     """An item belongs to every stage that has one of the operators `uses`, and counts there once: an operator
     that is computed there, a parameter, an activation that is saved.
 
-    forward, backward: microseconds, on each kind of machine. state: bytes, whatever is in flight. saved:
-    bytes for each microbatch in flight.
+    us: microseconds forward and backward, on each kind of machine. state: bytes, whatever is in flight.
+    saved: bytes for each microbatch in flight.
     """
 
     uses: tuple[int, ...]
-    forward: tuple[float, ...] = ()
-    backward: tuple[float, ...] = ()
+    us: tuple[Pair, ...] = ()
     state: float = 0.0
     saved: float = 0.0
 
@@ -83,14 +82,13 @@ class Chain:
     values: tuple[Value, ...]
 
     @cached_property
-    def forward(self) -> tuple[Array, ...]:
-        return tuple(self.table(lambda x, k=k: x.forward[k] if x.forward else 0.0) for k in range(self.kinds))
+    def us(self) -> tuple[tuple[Array, Array], ...]:
+        """Return the tables of times, forward and backward, on each kind of machine."""
 
-    @cached_property
-    def backward(self) -> tuple[Array, ...]:
-        return tuple(
-            self.table(lambda x, k=k: x.backward[k] if x.backward else 0.0) for k in range(self.kinds)
-        )
+        def of(kind: int, way: int) -> Array:
+            return self.table(lambda item: item.us[kind][way] if item.us else 0.0)
+
+        return tuple((of(kind, 0), of(kind, 1)) for kind in range(self.kinds))
 
     @cached_property
     def state(self) -> Array:
@@ -129,7 +127,8 @@ class Chain:
         """Return the table of times at a place: infinite where the stage is empty or does not fit."""
         key = (place.kind, place.memory, place.in_flight if np.isfinite(place.memory) else 0)
         if key not in self._stages:
-            table = self.forward[place.kind] + self.backward[place.kind]
+            forward, backward = self.us[place.kind]
+            table = forward + backward
             table[np.tril_indices(self.groups + 1)] = np.inf
             if np.isfinite(place.memory):
                 table[self.state + place.in_flight * self.saved > place.memory] = np.inf
@@ -157,10 +156,8 @@ class Chain:
     def times(self, places: Sequence[Place], at: Sequence[int]) -> tuple[list[Pair], list[Pair]]:
         """Return the times, forward and backward, of the stages and of the links between them."""
         ends = itertools.pairwise((0, *at, self.groups))
-        stages = [
-            (float(self.forward[p.kind][i, j]), float(self.backward[p.kind][i, j]))
-            for p, (i, j) in zip(places, ends, strict=True)
-        ]
+        tables = [(*self.us[place.kind], i, j) for place, (i, j) in zip(places, ends, strict=True)]
+        stages = [(float(forward[i, j]), float(backward[i, j])) for forward, backward, i, j in tables]
         forward, backward = self.crossing
         links = [
             (p.link.us(float(forward[g])), p.link.us(float(backward[g]))) if p.link else (0.0, 0.0)

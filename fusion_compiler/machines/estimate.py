@@ -25,7 +25,7 @@ from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
 
-Times = tuple[tuple[float, ...], tuple[float, ...]]  # forward and backward microseconds of each operator
+Times = tuple[tuple[float, float], ...]  # forward and backward microseconds of each operator
 GATHERS = ("embedding", "index_select", "gather", "index")
 REPETITIONS = 5
 ATTENTION_PRODUCTS = 2.5  # of the backward pass, for each one of the forward pass
@@ -33,13 +33,11 @@ ATTENTION_PRODUCTS = 2.5  # of the backward pass, for each one of the forward pa
 
 def estimate(work: Workload, device: DeviceSpec) -> Times:
     """Return the roofline's microseconds of each operator, in order."""
-    forward, backward = [], []
-    for name in work.order:
-        op = work.dag.op(name)
+    times = []
+    for op in map(work.dag.op, work.order):
         us = forward_us(work, op, device)
-        forward.append(us)
-        backward.append(backward_us(work, op, us, device) if name in work.differentiable else 0.0)
-    return tuple(forward), tuple(backward)
+        times.append((us, backward_us(work, op, us, device) if op.name in work.differentiable else 0.0))
+    return tuple(times)
 
 
 def forward_us(work: Workload, op: Op, device: DeviceSpec) -> float:
@@ -154,8 +152,7 @@ def measure(work: Workload, device: torch.device) -> Times:
         node = work.dag.nodes[name]
         if (key := signature(work, node)) not in times:
             times[key] = measure_node(work, node, device)
-    pairs = [times[signature(work, work.dag.nodes[name])] for name in work.order]
-    return tuple(f for f, _ in pairs), tuple(b for _, b in pairs)
+    return tuple(times[signature(work, work.dag.nodes[name])] for name in work.order)
 
 
 def signature(work: Workload, node: fx.Node) -> Hashable:

@@ -75,8 +75,7 @@ class Layout:
         items = []
         for i, name in enumerate(self.work.order):
             uses = self.uses[name] if name in self.repeated else {self.group[i]}
-            forward, backward = (tuple(times[way][i] for times in self.times) for way in (0, 1))
-            items.append(Item(tuple(uses), forward, backward))
+            items.append(Item(tuple(uses), tuple(times[i] for times in self.times)))
             if name in self.work.differentiable and not is_view(self.work.dag.nodes[name].target):
                 items.append(Item((self.group[i], *self.uses[name]), saved=self.work.nbytes(name)))
         items += [Item(tuple(self.uses[name]), state=self.state_bytes(name)) for name in self.work.attributes]
@@ -133,8 +132,8 @@ class Layout:
                 if n not in parameters and isinstance(tensors[n], Tensor)
             ),
             parameter_bytes=sum(t.nbytes for n in parameters if isinstance(t := tensors[n], Tensor)),
-            forward_us=float(chain.forward[place.kind][first, last]),
-            backward_us=float(chain.backward[place.kind][first, last]),
+            forward_us=float(chain.us[place.kind][0][first, last]),
+            backward_us=float(chain.us[place.kind][1][first, last]),
             memory_bytes=int(chain.state[first, last] + place.in_flight * chain.saved[first, last]),
             in_flight=place.in_flight,
         )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_compiler.machines.compression import Codec, Part, coder
+from fusion_compiler.machines.compression import Codec, Coder, Part
 from fusion_compiler.machines.plan import Edge, Link
 
 POLL_S = 0.2  # how often a waiting process looks whether a stage was lost
@@ -194,7 +194,7 @@ class Wire:
         self.edge, self.feedback = edge, feedback and codec is not None
         back = codec and Codec(codec.keep, max(8, codec.bits))
         self.coders, self.back_coders = (
-            [coder(c if t.differentiable else None, t.shape, t.dtype, options) for t in edge.tensors]
+            [Coder(c if t.differentiable else None, t.shape, t.dtype, options) for t in edge.tensors]
             for c in (codec, back)
         )
         self.forward = Packet([c.parts + c.mask for c in self.coders], device)

@@ -80,9 +80,9 @@ def partition(
     kinds = tuple(dict.fromkeys((m.device, m.speed) for m in machines))
     times = times_of(work, kinds, measured)
     if repeated is None:
-        slowest = max(times, key=lambda pair: sum(pair[0]))
+        slowest = max(([forward for forward, _ in each] for each in times), key=sum)
         send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
-        repeated = repeatable(work, slowest[0], send.us) if send else ()
+        repeated = repeatable(work, slowest, send.us) if send else ()
     layout = Layout.of(work, times, frozenset(repeated), optimizer_bytes)
     problem = Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
     return problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts)))
@@ -242,4 +242,4 @@ def times_of(
     device = tensors[0].device if tensors else torch.device("cpu")
     here = measure(work, device) if measured else None
     pairs = [(here or estimate(work, spec_of(device)), speed) for device, speed in kinds]
-    return tuple((tuple(f / v for f in forward), tuple(b / v for b in back)) for (forward, back), v in pairs)
+    return tuple(tuple((f / speed, b / speed) for f, b in each) for each, speed in pairs)

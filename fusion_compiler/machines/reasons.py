@@ -127,7 +127,7 @@ def alone(layout: Layout, places: Sequence[Place], microbatches: int, ours: floa
     if not fits:
         yield Decision(ALONE, "", Outcome.REFUSED, "the model does not fit into one machine's memory")
         return
-    us = min(float(chain.forward[p.kind][0, -1] + chain.backward[p.kind][0, -1]) for p in fits) * microbatches
+    us = min(float(sum(table[0, -1] for table in chain.us[p.kind])) for p in fits) * microbatches
     text = f"the fastest would take {timed(us)}, {us / ours:.2f} times as long"
     yield Decision(ALONE, "", Outcome.REFUSED if us > ours else Outcome.NOTED, text, ours - us)
 

@@ -22,8 +22,8 @@ from fusion_compiler.ir.decision import Decision
 from fusion_compiler.machines import faults
 from fusion_compiler.machines.compression import Compression, choose
 from fusion_compiler.machines.links import Lanes, Wire
+from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
-from fusion_compiler.machines.split import stage_modules
 from fusion_compiler.machines.stage import CompiledStage
 
 SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "Interleaved1F1B"}
@@ -50,7 +50,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        plan: PipelinePlan,
+        plan: Pipeline,
         *,
         loss: Loss,
         optimizer: Callable[[list[nn.Parameter]], Optimizer],
@@ -71,7 +71,7 @@ class PipelineRunner:
         self.device: torch.device = gpu or torch.device("cpu")
         options = {"backend": "auto" if self.device.type == "cuda" else "eager"} | options
         self.numbers: range = range(self.rank, len(plan.stages), self.world)
-        modules = stage_modules(plan)
+        modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
         choices = choose(compression, plan)
         self.decisions: tuple[Decision, ...] = tuple(decision for _, decision in choices)
@@ -249,19 +249,15 @@ class PipelineRunner:
 
     def _warm_up(self, stage: CompiledStage) -> None:
         """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
-        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        gpus = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus), unchanged(self.modules[stage.stage_index]) as before:
             outputs = stage.submod(*(zeros(tensor, self.device) for tensor in stage.inputs))
             trained = [y for y in tuple_of(outputs) if isinstance(y, Tensor) and y.requires_grad]
             torch.autograd.backward(trained, [torch.zeros_like(y) for y in trained])
-        shared = ranks_of(self.plan, self.world, "buffers")
-        for name, buffer in self.buffers.items():
-            if not torch.equal(buffer, before[name]) and len(shared[name]) > 1:
-                detail = f"processes {shared[name]} all change the buffer {name}"
-                raise PipelineArgumentError(detail=detail)
-            buffer.copy_(before[name])
-        for parameter in self.parameters.values():
-            parameter.grad = None
+            for name, ranks in ranks_of(self.plan, self.world, "buffers").items():
+                if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
+                    detail = f"processes {ranks} all change the buffer {name}"
+                    raise PipelineArgumentError(detail=detail)
 
     def _abort(self) -> None:
         """End the operations of a GPU that wait for a lost process."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_compiler.errors import NotExportableError, first_line
 from fusion_compiler.ir.dag import OpDag, build, nbytes
+from fusion_compiler.ir.effects import inside, is_random
 from fusion_compiler.machines.plan import Crossing
 from fusion_compiler.ops.schema import bound, runs_no_kernel, short_name, written
 
@@ -146,19 +147,10 @@ def layer_of(node: fx.Node) -> str:
     return "" if number is None else ".".join(pieces[: number + 1])
 
 
-def inside(node: fx.Node) -> list[fx.Node]:
-    """Return the node, or the nodes of the graph that it runs, as a region without autocast or gradients."""
-    owner: Any = node.graph.owning_module
-    values = [attrgetter(str(n.target))(owner) for n in node.all_input_nodes if n.op == "get_attr"]
-    nodes = [n for graph in values if isinstance(graph, fx.GraphModule) for n in graph.graph.nodes]
-    return [n for n in nodes if n.op == "call_function"] or [node]
-
-
 def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return the operands that an operator writes into: all of them, of a region with such an operator."""
-    nodes = inside(node)
-    if nodes != [node]:
-        return tuple(node.all_input_nodes) if any(map(mutated, nodes)) else ()
+    if any(map(mutated, inside(node))):
+        return tuple(node.all_input_nodes)
     places = written(node.target)
     operands = list(bound(node.target, node.args, node.kwargs).values()) if places else []  # type: ignore[arg-type]
     return tuple(v for i in places if isinstance(v := operands[i], fx.Node))
@@ -215,14 +207,8 @@ def repeatable(work: Workload, us: Sequence[float], send_us: Callable[[int], flo
     chain_us: dict[str, float] = {}
     roots: dict[str, frozenset[str]] = {}
     for node, own_us in zip(nodes, us, strict=True):
-        pure = all(
-            torch.Tag.nondeterministic_seeded not in getattr(n.target, "tags", ()) for n in inside(node)
-        )
-        if (
-            node.name in work.differentiable
-            or not pure
-            or overwritten & {*map(base_of, (node, *node.all_input_nodes))}
-        ):
+        once = node.name in work.differentiable or is_random(node)
+        if once or overwritten & {*map(base_of, (node, *node.all_input_nodes))}:
             continue
         reads = [n.name for n in node.all_input_nodes if n.op != "get_attr"]
         sent = frozenset[str]().union(*(roots.get(n, frozenset([n])) for n in reads))

@@ -35,6 +35,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._sympy.printers import PythonPrinter
 
+from fusion_compiler.capture.graphs import nodes_in
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.schema import WRITE_BACK
 from fusion_compiler.ops.table import Kind, spec_of
@@ -350,7 +352,7 @@ def _split(
     if tensors[0] not in written:
         raise Refused("its step does not change the parameter")
     order = [tensor for tensor in tensors if tensor in written]
-    live = _reached([written[tensor] for tensor in order])
+    live = reached(nodes_in([written[tensor] for tensor in order]), lambda node: node.all_input_nodes)
     nodes = [n for n in gm.graph.nodes if n in live and not _is_number(n) and n.op != "placeholder"]
     for node in nodes:
         _check_elementwise(node, structure)
@@ -384,17 +386,6 @@ def _meaning(node: Any, named: Mapping[fx.Node, str]) -> str:
     if symbol is not None:
         return f" {symbol} ".join(inner)
     return f"{getattr(node.target, '__name__', node.target)}({', '.join(operands)})"
-
-
-def _reached(roots: list[Any]) -> set[fx.Node]:
-    reached: set[fx.Node] = set()
-    stack = [root for root in roots if isinstance(root, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack.extend(node.all_input_nodes)
-    return reached
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -454,7 +445,7 @@ def _numbers(
     """Return the function that computes the numbers, from the nodes of the graph that they depend on."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {node: graph.placeholder(f"n{i}") for i, node in enumerate(inputs)}
-    live = _reached([*boundary, *counters])
+    live = reached(nodes_in([*boundary, *counters]), lambda node: node.all_input_nodes)
     for node in gm.graph.nodes:
         if node not in live or node in env:
             continue

@@ -15,6 +15,7 @@ Code that holds a parameter itself and reads it is not noticed; code that writes
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -229,19 +230,12 @@ class _Entry:
         ):
             self.updates.finish()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_entry, ()
+        return functools.partial, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def _no_entry() -> Callable[..., None]:
-    return _nothing
 
 
 def _buckets(pairs: Sequence[tuple[Group, Tensor]]) -> Iterable[list[tuple[Group, Tensor]]]:

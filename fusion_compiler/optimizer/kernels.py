@@ -13,8 +13,9 @@ from fusion_compiler.errors import FusionError
 from fusion_compiler.optimizer.batch import Batch
 from fusion_compiler.optimizer.formula import Formula, Refused, Structure, trace
 from fusion_compiler.optimizer.kernel import Variant
-from fusion_compiler.optimizer.launch import Backend, MultiTensor
+from fusion_compiler.optimizer.launch import MultiTensor
 from fusion_compiler.runtime.binding import Gpu
+from fusion_compiler.runtime.launch import Backend
 
 Values = tuple[float, ...]
 MOST_FORMULAS = 8  # of one structure; a step with more branches has fixed a number in each formula

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusion_compiler.errors import FusionError, KernelError, MissingTritonError
+from fusion_compiler.errors import MissingTritonError
 from fusion_compiler.ir.kernel import Kernel
 from fusion_compiler.ops.own.random import philox
 from fusion_compiler.optimizer.formula import Formula
 from fusion_compiler.optimizer.kernel import BLOCK, Variant, kernel_of
 from fusion_compiler.runtime.binding import Entry, Gpu
+from fusion_compiler.runtime.launch import Backend, gpu_for, loaded
 from fusion_compiler.runtime.target import argument_type, build_of
 
-Backend = Literal["triton", "interpret", "eager"]
 MOST_PLACES = 16  # tables of a batch that are kept: its gradients come back to the same few addresses
 Set = tuple[int, tuple[float, ...]]  # the position of a formula, and its numbers
 
@@ -79,8 +78,8 @@ class MultiTensor:
             return
         self.kernel = kernel_of(formulas, dtypes, name, variant)
         if backend == "triton":
-            self._gpu = self._find_gpu(gpus)
-            self._entry = self._loaded(self._gpu, self.kernel)
+            self._gpu = gpu_for(gpus, device, "optimizer")
+            self._entry = loaded(self._gpu, build_of(self.kernel, self._gpu.target))
 
     def __str__(self) -> str:
         pairs = zip(self.formulas[0].structure.tensors, self.dtypes, strict=True)
@@ -89,22 +88,6 @@ class MultiTensor:
         name = "ATen" if self.kernel is None else self.kernel.name
         kind = (", clipped" if self.variant.clipped else "") + (", by sets" if self.variant.table else "")
         return f"{name} on {self.device}: {held}{kind}" + (f"; where {ways}" if ways else "")
-
-    @staticmethod
-    def _loaded(gpu: Gpu, kernel: Kernel) -> Entry:
-        try:
-            return gpu.load(build_of(kernel, gpu.target))
-        except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise KernelError(kernel=kernel.name, action="compile", detail=detail) from error
-
-    def _find_gpu(self, gpus: Callable[[torch.device | None], Gpu]) -> Gpu:
-        try:
-            return gpus(self.device)
-        except FusionError:
-            raise
-        except Exception as error:
-            raise KernelError(kernel="optimizer", action="launch", detail=error) from error
 
     @torch.no_grad()
     def run(self, rows: Rows, sets: Sequence[Set], factor: Tensor | None = None, seed: int = 0) -> None:

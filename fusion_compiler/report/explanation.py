@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_compiler.capture.attention_choice import cudnn_version
 from fusion_compiler.capture.fakes import FakesOnly
-from fusion_compiler.capture.module import Plans, check_callable, plain, wrap
+from fusion_compiler.capture.module import Compiling, Plans, check_callable, plain, wrap
 from fusion_compiler.capture.pre_autograd import UntraceableError
 from fusion_compiler.capture.symbolic_trace import symbolic_trace
 from fusion_compiler.capture.target import GPU, capturing_for, name_device
@@ -111,7 +111,7 @@ def _report(
         except UntraceableError as error:
             reason = str(error)
         compiler = _Planner(options, patterns, asked=True)  # its graphs are numbered from 0
-        fast = wrap(copied, compiler.backend(), compiler.plans, recompile=plain)
+        fast = wrap(copied, Compiling(compiler.backend(), compiler.plans), recompile=plain)
         incomplete = ""
         try:
             _backward(fast(*fake_args, **fake_kwargs))
@@ -176,11 +176,11 @@ def _plans_of_trace(
     mode: FakeTensorMode,
 ) -> tuple[FusionPlan, ...]:
     """Return the plans of a model that torch.fx traces whole. Raises UntraceableError for others."""
-    traced = symbolic_trace(model, args, kwargs, mode)
+    graph, inputs = symbolic_trace(model, args, kwargs, mode)
     try:
         with unset_fake_temporarily(), tracing(TracingContext(mode)):
-            run = compiler.backend()(traced.graph, traced.inputs, traced=True)
-        _backward(run(*traced.inputs))
+            run = compiler.backend()(graph, inputs, traced=True)
+        _backward(run(*inputs))
     except FusionError:
         raise
     except Exception as error:  # AOTAutograd may take in parts what it refuses as one graph

@@ -54,12 +54,11 @@ def page(report: Mapping[str, Any]) -> str:
     return re.sub(r"\{\{([a-z ]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
-def framed(report: Mapping[str, Any], height: int = 640) -> str:
-    """Return an HTML element that shows `page(report)` apart from the document around it, `height` pixels
-    high."""
+def framed(report: Mapping[str, Any]) -> str:
+    """Return an HTML element that shows `page(report)` apart from the document around it."""
     text = html.escape(page(report))
     style = "width: 100%; border: 1px solid #8888"
-    return f'<iframe sandbox="allow-scripts" height="{height}" style="{style}" srcdoc="{text}"></iframe>'
+    return f'<iframe sandbox="allow-scripts" height="640" style="{style}" srcdoc="{text}"></iframe>'
 
 
 def _asset(name: str) -> str:

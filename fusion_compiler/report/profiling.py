@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from fusion_compiler.capture.module import CompiledFunction, CompiledModule, plan_of
+from fusion_compiler.capture.symbolic_trace import autograd_nodes
 from fusion_compiler.errors import (
     InvalidOptionError,
     NotCompiledError,
@@ -28,7 +29,6 @@ from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.passes.fuse.why import cost_of_call
 from fusion_compiler.report.explanation import starts_of
 from fusion_compiler.report.profile_data import Measured, ProfileData, Unmatched
-from fusion_compiler.report.profile_report import format_profile, profile_json
 from fusion_compiler.report.report import Report
 from fusion_compiler.report.timeline import STEP, Event, Timeline, device_timeline, host_timeline, named
 from fusion_compiler.runtime.boxed import unrecorded
@@ -41,20 +41,12 @@ WARM = 3  # steps before the measurement: one compiles and tunes, one settles th
 class Profile(ProfileData):
     """A profile holds the time of each unit of a step; it prints, and becomes a report or a trace."""
 
-    def __str__(self) -> str:
-        """Return a table, the units that took longest first, at most 110 columns wide."""
-        return format_profile(self)
-
     def __repr__(self) -> str:
         return f"<Profile of {self.model} on {self.device}: {self.step_us:.1f} us a step>"
 
     def _repr_html_(self) -> str:
         """Return the page of the report, as a notebook shows it."""
         return self.report()._repr_html_()
-
-    def json(self) -> dict[str, Any]:
-        """Return plain data: {measured: {...}, units: {graph: {unit: {us, bandwidth, error}}}}."""
-        return profile_json(self)
 
     def report(self) -> Report:
         """Return the report of the same plans with the measured times in it, for its page for example."""
@@ -215,18 +207,8 @@ class _Step:
 
 def _leaves(results: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors whose .grad a backward pass from `results` fills."""
-    leaves = {r: None for r in results if r.is_leaf}
-    pending: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves[node.variable] = None
-        pending += [after for after, _ in node.next_functions]
-    return list(leaves)
+    accumulating = (node.variable for node in autograd_nodes(results) if hasattr(node, "variable"))
+    return list(dict.fromkeys((*(r for r in results if r.is_leaf), *accumulating)))
 
 
 def _is_on_gpu(plan: FusionPlan) -> bool:

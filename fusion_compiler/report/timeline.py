@@ -8,6 +8,7 @@ for its thread, the range that the profiler itself drew on the kernel's stream t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,12 +131,9 @@ def named(events: Iterable[Event], owners: Mapping[int, str]) -> Iterator[dict[s
 
 def _calls(spans: Mapping[Thread, Sequence[_Span]], steps: Sequence[_Span]) -> dict[tuple[str, int], int]:
     """Count how often each unit ran in each repetition."""
-    counts: dict[tuple[str, int], int] = {}
-    for span in sorted((s for group in spans.values() for s in group), key=lambda s: s.start):
-        step = _step(steps, span.start)
-        if step is not None:
-            counts[span.name, step] = counts.get((span.name, step), 0) + 1
-    return counts
+    ordered = sorted((s for group in spans.values() for s in group), key=lambda s: s.start)
+    runs = ((span.name, _step(steps, span.start)) for span in ordered)
+    return Counter((name, step) for name, step in runs if step is not None)
 
 
 def _spans(events: Sequence[Event], category: str, names: Collection[str]) -> dict[Thread, list[_Span]]:

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -275,7 +275,7 @@ def compile_builds(
     workers = workers or _cores()
     at_once = min(workers, len(missing))
     gain = len(missing) * KERNEL_SECONDS * (1 - 1 / max(at_once, 1)) - SERVER_SECONDS
-    if missing and sys.executable and (gain > 0 or _servers.is_ready(workers)):
+    if missing and sys.executable and (gain > 0 or _server.is_ready(workers)):
         served = _compile_served(missing, workers)
     else:
         served = ((build, _attempt(build)) for build in missing)
@@ -296,12 +296,12 @@ def prepare() -> None:
     """Start the compile server, which is ready half a second later, and compute meanwhile what keys consist
     of."""
     threading.Thread(target=_prepare_keys, daemon=True).start()
-    if _cores() > 1 and sys.executable and _servers.lock.acquire(blocking=False):  # nobody uses it already
+    if _cores() > 1 and sys.executable and _server.lock.acquire(blocking=False):  # nobody uses it already
         try:
             with contextlib.suppress(OSError, ImportError):
-                _servers.running(_cores())
+                _server.running(_cores())
         finally:
-            _servers.lock.release()
+            _server.lock.release()
 
 
 def _attempt(build: Build, launched: bool = False) -> str | None:
@@ -331,32 +331,50 @@ def _compile_served(builds: Sequence[Build], workers: int) -> Iterator[tuple[Bui
     """Compile in a server of `workers` processes, and here what the server fails to answer; yield builds and
     reasons."""
     answered: set[int] = set()
-    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), _servers.lock:
-        server = _servers.running(workers)
+    with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError), _server.lock:
+        server = _server.running(workers)
         try:
             launched = {tuple(kind for _, kind in build.signature): build for build in builds}.values()
-            server.ask([(_fields(build), build in launched) for build in builds])
+            # The server knows this class as __main__.Build: plain tuples travel between the two names.
+            server.ask([(astuple(build), build in launched) for build in builds])
             while len(answered) < len(builds):
                 index, reason = server.answer()
                 answered.add(index)
                 yield builds[index], reason
         finally:
             if len(answered) < len(builds):  # it died, or nobody wants the rest
-                _servers.stop()
+                _server.stop()
     for index, build in enumerate(builds):
-        if index not in answered and not _servers.ended:
+        if index not in answered and not _server.ended:
             yield build, _attempt(build)
 
 
 class _Server:
-    """A server is a fresh interpreter that runs this file and forks its workers.
+    """The compile server of this process is a fresh interpreter that runs this file and forks its workers.
 
     Multiprocessing's server would import the user's main module again, and forking this process would copy a
-    CUDA context and locks held by other threads. It ends when its input does, with this process at the
-    latest, or when it has not been asked for IDLE_SECONDS.
+    CUDA context and locks held by other threads. It is started when it is needed, and ends when its input
+    does, with this process at the latest, or when it has not been asked for IDLE_SECONDS. `lock` must be held
+    while it is used.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.ended = False  # with the process: what is being compiled is not wanted any more
+        self._owner = 0
+        self._purpose: tuple[int, dict[str, str]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def is_ready(self, workers: int) -> bool:
+        """True if the server lives, belongs to this process (which may be a fork), and has these workers and
+        settings."""
+        mine = self._owner == os.getpid() and self._process is not None and self._process.poll() is None
+        return mine and self._purpose == (workers, _settings())
+
+    def running(self, workers: int) -> _Server:
+        if self.is_ready(workers):
+            return self
+        self.stop()
         self._owner, self._purpose = os.getpid(), (workers, _settings())
         # Kernels import the package, which may lie where only this process looks for modules.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -367,64 +385,35 @@ class _Server:
             env=os.environ | _settings() | {"PYTHONPATH": paths},
             start_new_session=True,  # Ctrl-C is for this process
         )
-
-    def fits(self, workers: int) -> bool:
-        """True if the server lives, belongs to this process (which may be a fork), and has these workers and
-        settings."""
-        mine = self._owner == os.getpid() and self._process.poll() is None
-        return mine and self._purpose == (workers, _settings())
+        return self
 
     def ask(self, builds: list[tuple[tuple[Any, ...], bool]]) -> None:
         """Send builds to the server. builds: the fields of each, and whether its launcher is wanted too."""
-        assert self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None
         pickle.dump(builds, self._process.stdin)
         self._process.stdin.flush()
 
     def answer(self) -> tuple[int, str | None]:
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None
         return pickle.load(self._process.stdout)
 
-    def close(self) -> None:
-        if self._owner != os.getpid():
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
             return
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
             with contextlib.suppress(OSError, AttributeError):
                 pipe.close()  # type: ignore[union-attr]  they are there
-        self._process.wait()
-
-
-class _Servers:
-    """An object of this class has the server of this process, if one is running. `lock` must be held while it
-    is used."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.ended = False  # with the process: what is being compiled is not wanted any more
-        self._server: _Server | None = None
-
-    def is_ready(self, workers: int) -> bool:
-        return self._server is not None and self._server.fits(workers)
-
-    def running(self, workers: int) -> _Server:
-        if not self.is_ready(workers):
-            self.stop()
-            self._server = _Server(workers)
-        assert self._server is not None
-        return self._server
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        process.wait()
 
     def end(self) -> None:
         self.ended = True
         self.stop()
 
 
-_servers = _Servers()
-atexit.register(_servers.end)
+_server = _Server()
+atexit.register(_server.end)
 
 
 def _settings() -> dict[str, str]:
@@ -433,14 +422,6 @@ def _settings() -> dict[str, str]:
 
     chosen = {name: value for name, value in os.environ.items() if name.startswith("TRITON")}
     return chosen | _cache_env_vars() | {"TRITON_CACHE_DIR": knobs.cache.dir}
-
-
-def _fields(build: Build) -> tuple[Any, ...]:
-    # The server knows this class as __main__.Build: plain tuples travel between the two names.
-    return (
-        build.source, build.name, build.signature, build.divisible, build.target, build.num_warps,
-        build.num_stages, build.registers, build.fp_fusion, build.cooperative, build.dependent,
-    )  # fmt: skip
 
 
 def _numbered_attempt(job: tuple[int, tuple[tuple[Any, ...], bool]]) -> tuple[int, str | None]:

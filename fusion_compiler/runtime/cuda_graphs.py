@@ -188,10 +188,6 @@ def _values(gm: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 TermsOf = Callable[[Hints | None], Terms]  # at some sizes; None: those of its capture
 
 
-def _no_note(decision: Decision) -> None:
-    pass
-
-
 class Recordings:
     """An object of this class knows which graphs of one compile() are recorded: a backward only if its
     forward is.
@@ -213,7 +209,7 @@ class Recordings:
         info: GraphInfo,
         terms: TermsOf | None = None,
         tuning: Tuning | None = None,
-        note: Note = _no_note,
+        note: Note = lambda decision: None,
     ) -> tuple[Boxed, Decision]:
         """Return `run`, called in CUDA graphs or as it is, and what was decided.
 
@@ -291,7 +287,7 @@ class Recordings:
         text = RECORDED if terms is None else UNASKED
         if form != Form():
             text = f"{text}; {FORMS}"
-        pays: Callable[[tuple[int, ...]], bool] = _always
+        pays: Callable[[tuple[int, ...]], bool] | None = None
         if terms is None:
             later = recorded(run, gm, inputs, replace(info, static_inputs=static), index)
         else:
@@ -316,10 +312,6 @@ class Recordings:
         if form == Form():
             return after_one(run, later), decision
         return _when_known(run, later, form, pays), decision
-
-
-def _always(sizes: tuple[int, ...]) -> bool:
-    return True
 
 
 def _writes(gm: fx.GraphModule) -> bool:
@@ -393,14 +385,14 @@ def recorded(run: Boxed, gm: fx.GraphModule, inputs: Sequence[Any], info: GraphI
 
 
 def _when_known(
-    plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] = lambda sizes: True
+    plain: Boxed, later: Boxed, form: Form, pays: Callable[[tuple[int, ...]], bool] | None = None
 ) -> Boxed:
     """Return a function that calls `later` for a form that came before, and else `plain`: to record takes as
     long as many calls.
 
-    pays: whether those with some sizes are recorded at all; asked when they come again.
+    pays: whether those with some sizes are recorded at all; asked when they come again. None: they are.
     """
-    pays = functools.lru_cache(maxsize=4 * MOST_FORMS)(pays)
+    asked = functools.lru_cache(maxsize=4 * MOST_FORMS)(pays or (lambda sizes: True))
     repeated: set[tuple[int, ...]] = set()
     once: dict[tuple[int, ...], None] = {}
 
@@ -408,7 +400,7 @@ def _when_known(
         key = form.of(arguments)
         if key in repeated:
             return later(arguments)
-        if key in once and len(repeated) < MOST_FORMS and pays(key[: len(form.sizes)]):
+        if key in once and len(repeated) < MOST_FORMS and asked(key[: len(form.sizes)]):
             del once[key]
             repeated.add(key)
             return later(arguments)

@@ -183,14 +183,10 @@ class Runner:
 
     def _gpu_of(self, arguments: Sequence[torch.Tensor | int]) -> Gpu:
         devices = sorted({str(a.device) for a in arguments if isinstance(a, torch.Tensor)})
-        try:
-            if len(devices) > 1:
-                raise ValueError(f"its inputs are on {' and '.join(devices)}; they must be on one device")
-            return self._gpus(torch.device(devices[0]) if devices else self._home)
-        except FusionError:
-            raise
-        except Exception as error:  # no driver, a device that cannot be launched on
-            raise self._error("launch", error) from error
+        if len(devices) > 1:
+            detail = f"its inputs are on {' and '.join(devices)}; they must be on one device"
+            raise self._error("launch", detail)
+        return gpu_for(self._gpus, torch.device(devices[0]) if devices else self._home, self.name)
 
     def _timed_decision(self, gpu: Gpu, arguments: Sequence[torch.Tensor | int]) -> Launcher:
         if self.background is not None:
@@ -411,22 +407,39 @@ class _Bound:
         return lambda *arguments: self._runner._give_up(failure, arguments)
 
     def _load(self, build: Build, kernel: Kernel) -> Entry:
-        together = kernel.together
-        try:
-            entry = self._gpu.load(build)
-        except Exception as error:
-            limit = getattr(error, "limit", None)  # Triton's OutOfResources
-            if limit is not None:
-                fields = {"resource": getattr(error, "name", ""), "needed": getattr(error, "required", "")}
-                fields |= {"available": limit, "device": self._gpu.name}
-                raise HardwareExceededError(kernel=build.name, **fields) from error
-            detail = f"{type(error).__name__}: {error}"
-            raise KernelError(kernel=build.name, action="compile", detail=detail) from error
+        together, entry = kernel.together, loaded(self._gpu, build)
         needed = together if together == 1 or _fits(kernel, entry) else LAUNCHES_AT_ONCE * together
         if entry.resident is not None and entry.resident < needed:
             fields = {"resource": "programs at a time", "needed": needed, "available": entry.resident}
             raise HardwareExceededError(kernel=build.name, device=self._gpu.name, **fields)
         return entry.behind if self._behind and entry.behind is not None else entry
+
+
+def gpu_for(
+    gpus: Callable[[torch.device | None], Gpu], device: torch.device | None, kernel: str
+) -> Gpu:
+    """Return the GPU that `gpus` finds. Raise KernelError if it cannot be launched on."""
+    try:
+        return gpus(device)
+    except FusionError:
+        raise
+    except Exception as error:  # no driver, a device that cannot be launched on
+        raise KernelError(kernel=kernel, action="launch", detail=error) from error
+
+
+def loaded(gpu: Gpu, build: Build) -> Entry:
+    """Return a build, ready to launch. Raise KernelError if it does not compile or needs more than the GPU
+    has."""
+    try:
+        return gpu.load(build)
+    except Exception as error:
+        limit = getattr(error, "limit", None)  # Triton's OutOfResources
+        if limit is not None:
+            fields = {"resource": getattr(error, "name", ""), "needed": getattr(error, "required", "")}
+            fields |= {"available": limit, "device": gpu.name}
+            raise HardwareExceededError(kernel=build.name, **fields) from error
+        detail = f"{type(error).__name__}: {error}"
+        raise KernelError(kernel=build.name, action="compile", detail=detail) from error
 
 
 def _fits(kernel: Kernel, entry: Entry) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -58,13 +59,7 @@ class Terms:
     replay_us: float
 
     def __add__(self, other: Terms) -> Terms:
-        return Terms(
-            self.host_us + other.host_us,
-            self.gpu_us + other.gpu_us,
-            self.peak + other.peak,
-            self.copy_us + other.copy_us,
-            self.replay_us + other.replay_us,
-        )
+        return Terms(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def recorded_us(self) -> float:

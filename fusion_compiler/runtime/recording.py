@@ -44,7 +44,8 @@ class Recording:
     """A recording is one CUDA graph: the launches of a call, with the arguments that it had.
 
     number: its place in the order of the pool's captures. kept: bytes that it keeps between replays. saved:
-    results for a backward pass, in the pool. places: their addresses.
+    results for a backward pass, in the pool. places: their addresses. is_released: True once the memory of
+    what it saves is not allocated any more.
     """
 
     def __init__(
@@ -213,10 +214,6 @@ class Recording:
         return results
 
 
-def _no_report(reason: str | None, kept: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Calls:
     """The settings say how the calls of one captured graph are recorded.
@@ -240,7 +237,7 @@ class Calls:
     take: Callable[[list[Any]], Collection[int]] = lambda _: ()
     anew: Callable[[], None] = lambda: None
     plain: Boxed | None = None
-    report: Callable[[str | None, int], None] = _no_report
+    report: Callable[[str | None, int], None] = lambda reason, kept: None
 
 
 class Recorder:

@@ -121,37 +121,6 @@ def compile_for(kernel: Kernel, target: str) -> Binary:
     return Binary(registers, spills, compiled.metadata.shared, asm)
 
 
-def instructions(kernel: Kernel, target: str) -> tuple[str, ...]:
-    """Return the names of the machine instructions of `kernel` on an NVIDIA target ("sm_90"): the longest
-    loop's, or all if it has no loop. "MUFU" are instructions of the slow unit (exp2, reciprocal, tanh, ...).
-
-    Raise the errors of compiling the kernel.
-    """
-    from triton import knobs
-
-    compiled = compile_build(build_of(kernel, parse_target(target)))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(compiled.asm["cubin"])
-        command = [knobs.nvidia.nvdisasm.path, "-c", str(file)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    loop = (0, 0)
-    for label, name, rest in re.findall(
-        r"^(?:(\.L_x_\d+):|\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)(.*))$", text, re.MULTILINE
-    ):
-        if label:
-            labels[label] = len(names)
-        elif name != "NOP":
-            names.append(name)
-            back = re.search(r"`\((\.L_x_\d+)\)", rest) if name == "BRA" else None
-            start = labels.get(back[1]) if back else None
-            if start is not None and len(names) - start > max(1, loop[1] - loop[0]):
-                loop = (start, len(names))
-    return tuple(names[slice(*loop)] if loop[1] else names)
-
-
 def _cubin_resources(cubin: bytes) -> tuple[int, int]:
     """Return registers and bytes of local memory of a thread, from the cubin by Triton's own cuobjdump.
 

@@ -24,6 +24,7 @@ from fusion_compiler.ir.layout import is_view
 from fusion_compiler.ir.overwrite import may_lie_over
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.ir.plan_text import human_bytes
+from fusion_compiler.ir.walk import reached
 from fusion_compiler.ir.writes import base_of, memory, root
 from fusion_compiler.ops.schema import written
 
@@ -215,14 +216,9 @@ def _needed(plan: FusionPlan, steps: Sequence[Step], impure: Container[str]) -> 
     """Return the steps that an output or a change needs."""
     wanted = {root(plan.dag, name) for name in plan.dag.outputs}
     makers = {name: step for step in steps for name in step.makes}
-    stack = [makers[n] for n in wanted if n in makers] + [c for c in steps if c.name in impure]
-    needed: set[str] = set()
-    while stack:
-        step = stack.pop()
-        if step.name not in needed:
-            needed.add(step.name)
-            stack.extend(makers[n] for n in step.reads if n in makers)
-    return [step for step in steps if step.name in needed]
+    starts = [makers[n] for n in wanted if n in makers] + [c for c in steps if c.name in impure]
+    needed = reached(starts, lambda step: [makers[n] for n in step.reads if n in makers])
+    return [step for step in steps if step in needed]
 
 
 class _Places:

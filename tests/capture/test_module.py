@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import make_boxed_func
 
 from fusion_compiler.capture.capture import Capture
-from fusion_compiler.capture.module import CompiledFunction, Plans, plan_of, wrap
+from fusion_compiler.capture.module import CompiledFunction, Compiling, Plans, plan_of, wrap
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.graph_pass import Level
@@ -37,7 +37,7 @@ def compiled(target: Any, **options: Any) -> Any:
 
     rewrites = passes_at(Level.ABOVE_AUTOGRAD)
     backend = Capture(keep, rewrites=rewrites, decompositions=decomposition_table).backend
-    return wrap(target, backend, plans, functools.partial(compiled, **options), **options)
+    return wrap(target, Compiling(backend, plans, **options), functools.partial(compiled, **options))
 
 
 class Block(nn.Module):

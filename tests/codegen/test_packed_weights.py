@@ -18,7 +18,8 @@ from fusion_compiler.compiler.runners import emit_cluster
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel
-from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for
+from tests.disassembly import instructions
 from tests.exactness import Compiled, Schedules, cramped, not_as_close
 
 GROUP = 32  # weights with one scale

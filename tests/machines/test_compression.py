@@ -35,7 +35,7 @@ def plain(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
 
 def through(coder: Coder, x: Tensor) -> Tensor:
-    mask = [coder.select(x)] if coder.codec.sparse else []
+    mask = [coder.select(x)] if coder.mask else []
     return coder.decode(coder.encode(x, *mask), *mask)
 
 

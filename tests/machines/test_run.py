@@ -13,9 +13,9 @@ from torch.optim import SGD
 
 import fusion_compiler as fc
 from fusion_compiler.machines.compression import Compression
-from fusion_compiler.machines.plan import Link, Machine, PipelinePlan
+from fusion_compiler.machines.pipeline import Pipeline
+from fusion_compiler.machines.plan import Link, Machine
 from fusion_compiler.machines.run import PipelineRunner
-from fusion_compiler.machines.split import stage_modules
 from fusion_compiler.machines.stage import seed_of
 from tests.machines.processes import run
 
@@ -65,7 +65,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return words, target
 
 
-def plan_of(model: nn.Module, world: int, schedule: str = "1f1b", local: int = 1) -> PipelinePlan:
+def plan_of(model: nn.Module, world: int, schedule: str = "1f1b", local: int = 1) -> Pipeline:
     machines = [Machine(f"m{i}") for i in range(world)]
     return fc.partition(
         model, (data(0)[0][:2],), machines=machines, links=SLOW, microbatches=COUNT, schedule=schedule,
@@ -73,7 +73,7 @@ def plan_of(model: nn.Module, world: int, schedule: str = "1f1b", local: int = 1
     )  # fmt: skip
 
 
-def pipeline_of(plan: PipelinePlan, **options: Any) -> PipelineRunner:
+def pipeline_of(plan: Pipeline, **options: Any) -> PipelineRunner:
     options.setdefault("compression", None)
     return fc.PipelineRunner(plan, loss=loss_of, optimizer=optimizer_of, **options)
 
@@ -108,7 +108,7 @@ def uncut(step: Any, model: nn.Module, steps: int = STEPS) -> list[Tensor]:
 
 def seeded_stages(model: nn.Module, world: int, seed: int) -> Any:
     """Return a `step` for `uncut` that draws the random numbers which the stages of a pipeline draw."""
-    stages = [fc.compile(m, backend="eager") for m in stage_modules(plan_of(model, world))]
+    stages = [fc.compile(m, backend="eager") for m in plan_of(model, world).modules()]
 
     def step(words: Tensor, number: int, microbatch: int) -> Tensor:
         values: Any = words

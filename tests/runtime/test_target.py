@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,7 +189,7 @@ def test_launchers_are_compiled_with_the_first_kernel_of_each_signature(
         def answer(self) -> Any:
             return builds._numbered_attempt(next(self.asked))
 
-    monkeypatch.setattr(builds._servers, "running", lambda workers: Server())
+    monkeypatch.setattr(builds._server, "running", lambda workers: Server())
     other = replace(fresh_build(303), signature=(*fresh_build(303).signature, ("n", "i32")))
     asked = [fresh_build(301), fresh_build(302), other]
     assert [reason for _, reason in builds._compile_served(asked, 2)] == [None] * 3
@@ -208,7 +208,7 @@ def test_a_killed_compiler_leaves_a_usable_cache(triton_cache: Path) -> None:
             start_new_session=True,
         )
         assert server.stdin is not None
-        pickle.dump([(builds._fields(b), True) for b in (build, fresh_build(301))], server.stdin)
+        pickle.dump([(astuple(b), True) for b in (build, fresh_build(301))], server.stdin)
         server.stdin.flush()
         time.sleep(delay)
         os.killpg(server.pid, 9)
@@ -334,28 +334,28 @@ def test_many_kernels_are_compiled_in_processes(triton_cache: Path) -> None:
     reasons = compile_builds(many, workers=2)
     assert set(reasons) == {wrong} and "no_such" in reasons[wrong]
     assert all(is_cached(build) for build in many if build != wrong)
-    served = builds._servers._server
+    served = builds._server._process
     assert served is not None
     assert compile_builds([fresh_build(7), fresh_build(8)], workers=2) == {}
-    assert builds._servers._server is served, "a server that runs is asked again, also for few"
-    served._process.kill()
-    served._process.wait()
+    assert builds._server._process is served, "a server that runs is asked again, also for few"
+    served.kill()
+    served.wait()
     later = [fresh_build(60 + i) for i in range(12)]
     assert compile_builds(later, workers=2) == {} and all(map(is_cached, later))
-    builds._servers.stop()
+    builds._server.stop()
 
 
 def test_a_server_is_started_ahead_and_ends_with_its_input(triton_cache: Path) -> None:
     if builds._cores() < 2:
         pytest.skip("one core")
     builds.prepare()
-    server = builds._servers._server
-    assert server is not None and builds._servers.is_ready(builds._cores())
-    assert server._process.stdin is not None
-    server._process.stdin.close()
-    assert server._process.wait(30) == 0
-    assert not builds._servers.is_ready(builds._cores())
-    builds._servers.stop()
+    server = builds._server._process
+    assert server is not None and builds._server.is_ready(builds._cores())
+    assert server.stdin is not None
+    server.stdin.close()
+    assert server.wait(30) == 0
+    assert not builds._server.is_ready(builds._cores())
+    builds._server.stop()
 
 
 def test_few_kernels_are_compiled_here(triton_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, emit, erase_unused, refuse_strides, trace_strides
+from fusion_compiler.capture.graphs import arguments, emit, erase_unused, trace_strides
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.passes.rewrites.axes import COPIES, rearrangement
 from fusion_compiler.passes.rewrites.constants import constant
@@ -148,7 +148,7 @@ def _exchange(call: fx.Node, old: fx.Node, new: fx.Node, otherwise: str) -> None
     before = call.args, call.kwargs
     call.replace_input_with(old, new)
     try:
-        trace_strides(call, refuse_strides)
+        trace_strides(call)
     except Refused as error:
         call.args, call.kwargs = before
         raise Refused(f"{otherwise}: {error}") from error

@@ -23,7 +23,6 @@ from fusion_compiler.capture.graphs import (
     is_pure,
     is_trained,
     mutated_nodes,
-    refuse_strides,
     trace_strides,
     written_arguments,
 )
@@ -127,7 +126,7 @@ def _lay_out(result: fx.Node, like: torch.Tensor) -> bool:
     value, if they would see the difference. Return False if that order is not contiguous."""
     lying, result.meta["val"] = result.meta["val"], like
     try:
-        trace_strides(result, refuse_strides)
+        trace_strides(result)
     except Refused:
         result.meta["val"] = lying
         if not like.is_contiguous():

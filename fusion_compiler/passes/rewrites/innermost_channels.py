@@ -222,7 +222,7 @@ def _lay_out(
             node = _average(node)
         elif node.op == "call_function":
             refuse_strides(node)
-            trace_again([node])
+            trace_again(node)
         values[node] = value
     return values
 
@@ -272,7 +272,7 @@ def _average(node: fx.Node) -> fx.Node:
     dims = [d % len(order) for d in named["dim"] or order]
     kept = [d for d in order if d not in dims]
     if order == sorted(order) or kept != sorted(kept):
-        trace_again([node])
+        trace_again(node)
         return node
     with node.graph.inserting_before(node):
         turned = emit(node, _aten.permute.default, x, order)
