@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -110,6 +111,11 @@ def placements(loops: LoopNest, *schedules: RowTile | Placement) -> tuple[Placem
     return tuple(placement_of(a, s) if isinstance(s, RowTile) else s for s in schedules)
 
 
+def fits(kind: ModuleType, a: Analysis, device: DeviceSpec) -> bool:
+    """True if a kind has schedules for a loop nest."""
+    return kind.suits(a) and not kind.refuses(a, device)
+
+
 def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """Blocks of two rows and four columns, and three programs, for every kind that fits, so that small
     tensors meet every loop, mask and partial sum: one of each kind that the program allows.
@@ -123,7 +129,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | P
     kinds: dict[RowTile, None] = {}
     along = any(COLS in analysis.reduced_groups(i) for i in analysis.reductions)
     for kind in space.KINDS:
-        if not space.fits(kind, analysis, device):
+        if not fits(kind, analysis, device):
             continue
         for s in kind.measured(analysis, device) or kind.typical(analysis, device):
             if s.splits > 1 or (s.cols is Cols.LOOP and not along):
@@ -134,7 +140,7 @@ def cramped(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | P
     half = 1 << max(1, hint(analysis.size(COLS)) // 2).bit_length()
     if along and analysis.shareable and half < hint(analysis.size(COLS)):  # each has a column
         kinds[RowTile(1, half, Cols.WHOLE, 3, splits=2)] = None
-        if space.fits(looped, analysis, device):
+        if fits(looped, analysis, device):
             kinds[RowTile(1, few, Cols.LOOP, splits=3)] = None
             kinds[RowTile(1, half, Cols.WHOLE, splits=2)] = None
     return tuple(kinds)

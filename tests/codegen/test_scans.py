@@ -25,7 +25,7 @@ from fusion_compiler.schedule import looped, space
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.row_tiles import Cols, RowTile
-from tests.exactness import Compiled, cramped, misaligned_forms, not_as_close, rounding_noise, wide
+from tests.exactness import Compiled, cramped, fits, misaligned_forms, not_as_close, rounding_noise, wide
 
 H200 = device_spec("h200")
 
@@ -218,8 +218,8 @@ def planned(fn: Callable[..., Any], *shapes: tuple[int, ...], **options: Any) ->
 def in_loops(loops: LoopNest, name: str, device: DeviceSpec) -> tuple[RowTile | Placement, ...]:
     """Every scan in a loop over blocks of 16 columns, of several rows where these lie side by side."""
     plain, analysis = space.schedules(loops, device), Analysis(loops)
-    fits = analysis.scans and space.fits(looped, analysis, device) and not analysis.across_rows
-    return (RowTile(4 if analysis.tall else 1, 16, Cols.LOOP),) if fits else plain
+    in_blocks = analysis.scans and fits(looped, analysis, device) and not analysis.across_rows
+    return (RowTile(4 if analysis.tall else 1, 16, Cols.LOOP),) if in_blocks else plain
 
 
 @pytest.mark.sample(5)

@@ -18,7 +18,7 @@ from fusion_compiler.ir.dims import Hints
 from fusion_compiler.ir.loops import COLS, INNER, LoopNest, Reduce, resized, symbols_of
 from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.ops.own import depthwise
-from fusion_compiler.passes.fuse.legality import LAWS, schedule
+from fusion_compiler.passes.fuse.legality import LAWS, first_refusal
 from fusion_compiler.passes.lower.index_splits import index_splits_of
 from fusion_compiler.passes.lower.lower import lower
 from fusion_compiler.passes.lower.simplify import simplify
@@ -264,7 +264,9 @@ def law(function: Function, *args: Tensor, scheduled: bool = False) -> tuple[str
     """Return the first law that the nest of a function breaks. scheduled: with that about its schedules."""
     built = graph(function, *args)
     analysis = Analysis(simplify(lower(built, ops_of(built), outputs(built))))
-    reasons = ((rule, each(analysis, H200)) for rule, each in LAWS if scheduled or each is not schedule)
+    if scheduled:
+        return first_refusal(analysis, H200)
+    reasons = ((rule, each(analysis)) for rule, each in LAWS)
     return next(((rule, reason) for rule, reason in reasons if reason is not None), None)
 
 
