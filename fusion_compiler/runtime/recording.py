@@ -279,7 +279,7 @@ class Recorder:
                     return None
                 results = recording(arguments)
             except torch.OutOfMemoryError as error:
-                text = f"{NO_MEMORY} for CUDA graphs: graphs run as with cudagraphs=False"
+                text = f"{NO_MEMORY}: graphs run without CUDA graphs, as with cudagraphs=False"
                 warnings.warn(f"{text}: {error}", FusionWarning, stacklevel=3)
                 self._stop(NO_MEMORY)
                 self._pool.drop()

@@ -590,7 +590,7 @@ class Lowering(Builder):
             return self.reduce_piece(op, coords, dims)
         matrix_product = None if self.space.is_free else product_of(self.dag, op)
         if matrix_product is not None and matrix_product.rows != 1:
-            raise Illegal("rows", f"{op.name} is computed for all of its rows at once, in its own space")
+            raise Illegal("rows", f"{op.name} is made for all of its rows at once, in a space of its own")
         keepdim = len(op.outputs[0].shape) == len(shape)
         kept_dims = reduced.kept
         kept = tuple(coords[d] for d in kept_dims) if keepdim else coords
