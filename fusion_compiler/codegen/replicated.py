@@ -19,9 +19,19 @@ from dataclasses import dataclass
 from fusion_compiler.codegen.products import ProductEmitter
 from fusion_compiler.codegen.rows import RowEmitter
 from fusion_compiler.codegen.tile import Return, Statement
-from fusion_compiler.ir.loops import COLS, Axis, LoopNest, Node, Reduce, operands_of, renumber, with_operands
+from fusion_compiler.ir.loops import (
+    COLS,
+    Axis,
+    LoopNest,
+    Node,
+    Reduce,
+    dependent,
+    operands_of,
+    renumber,
+    with_operands,
+)
 from fusion_compiler.ops.syntax import Expression, Var
-from fusion_compiler.schedule.analysis import Analysis, waiting
+from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.placement import Placement, Stage
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.shapes import padded
@@ -51,7 +61,7 @@ class Replicated:
         terms = sorted(frozenset[int]().union(*(node.axes for node in copies.values())))
         users = (n for axes, n in zip(a.node_axes, loops.nodes, strict=True) if not axes.isdisjoint(terms))
         used = {o for node in users for o in operands_of(node)}
-        results = tuple(n for n in sorted(waiting(loops, copies) & used) if not a.node_axes[n])
+        results = tuple(n for n in sorted(dependent(loops, copies) & used) if not a.node_axes[n])
         moved, numbers, nodes = {k: i for i, k in enumerate(terms)}, dict[int, int](), list[Node]()
         for number in sorted(with_operands(loops, results)):
             nodes.append(renumber(loops.nodes[number], numbers, moved))

@@ -34,12 +34,12 @@ from fusion_compiler.ir.loops import (
     Scan,
     Store,
     axes_in,
+    dependent,
     operands_of,
     store_operands,
 )
 from fusion_compiler.ir.moments import is_exact
 from fusion_compiler.ops.syntax import Expression, Items, Var, fm, lift, tl
-from fusion_compiler.schedule.analysis import waiting
 from fusion_compiler.schedule.placed_axes import placed
 from fusion_compiler.schedule.placement import Leaf, Place
 from fusion_compiler.schedule.shapes import padded
@@ -143,7 +143,7 @@ class RowEmitter(RowTiles):
 
     def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
         """Return the nodes that a pass needs, those of rows computed."""
-        wanted = [n for state in states for n in state.reads(self)]
+        wanted = [self.reduction(state.numbers[0]).operand for state in states]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.where.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
@@ -315,8 +315,8 @@ class RowEmitter(RowTiles):
         squares, rest, corrected = Var("row_sum"), Var("rest"), Var(str(middle.target._opname).lstrip("_"))
         self.add(Assign((squares, rest), fm.sums(*tiles, axis, len(self.lanes) > 1)))
         self.add(Assign((corrected, squares), fm.corrected(before.value, squares, rest, self.a.size(COLS))))
-        for dependent in waiting(self.loops, (mean,)):
-            scope.tiles.pop(self.key(dependent), None)
+        for n in dependent(self.loops, (mean,)):
+            scope.tiles.pop(self.key(n), None)
         scope.tiles[self.key(mean)] = replace(before, value=corrected)
         return replace(before, value=squares)
 

@@ -251,6 +251,11 @@ class LoopNest:
         """Return the axes that each node varies over (see `axes_of`)."""
         return axes_of(self.nodes)
 
+    def reduction(self, number: int) -> Reduce:
+        node = self.nodes[number]
+        assert isinstance(node, Reduce)
+        return node
+
 
 def operands_of(node: Node) -> tuple[int, ...]:
     """Return the numbers of the nodes that a node reads."""
@@ -368,6 +373,15 @@ def with_operands(loops: LoopNest, numbers: Iterable[int], ends: Collection[int]
             needed.add(number)
             stack.extend(() if number in ends else operands_of(loops.nodes[number]))
     return needed
+
+
+def dependent(loops: LoopNest, numbers: Iterable[int]) -> frozenset[int]:
+    """Return some nodes and all nodes that depend on them."""
+    late = set(numbers)
+    for n, node in enumerate(loops.nodes) if late else ():
+        if not late.isdisjoint(operands_of(node)):
+            late.add(n)
+    return frozenset(late)
 
 
 def store_operands(store: Store) -> tuple[int, ...]:

@@ -44,9 +44,9 @@ class Chain:
         last = [n for n in sums if reads[n]]
         others = (n for n in range(len(loops.nodes)) if n not in sums)
         ends = last or [n for n in others if _reads(loops, loops.nodes[n], sums)]
-        if not ends or not all(_axes(loops, n) == _axes(loops, ends[0]) for n in ends):
+        if not ends or not all(loops.reduction(n).axes == loops.reduction(ends[0]).axes for n in ends):
             return None
-        reduced, rows, features = _axes(loops, ends[0]), set[int](), set[int]()
+        reduced, rows, features = loops.reduction(ends[0]).axes, set[int](), set[int]()
         for n in last:
             left, right = sums[n]
             computed = left if not sums.keys().isdisjoint(with_operands(loops, (left,))) else right
@@ -54,7 +54,7 @@ class Chain:
             features |= varies[other] - varies[computed]
         for n in sums.keys() - set(last):
             left, right = sums[n]
-            features |= _axes(loops, n)
+            features |= loops.reduction(n).axes
             rows |= (varies[left] ^ varies[right]) - reduced
         if len(reduced) != 1 or not 1 <= len(rows) <= MOST_ROWS or features & (reduced | rows):
             return None
@@ -75,9 +75,3 @@ class Chain:
 def _reads(loops: LoopNest, node: Node, sums: Collection[int]) -> bool:
     """True for a reduction that reads products."""
     return isinstance(node, Reduce) and not with_operands(loops, (node.operand,)).isdisjoint(sums)
-
-
-def _axes(loops: LoopNest, number: int) -> frozenset[int]:
-    node = loops.nodes[number]
-    assert isinstance(node, Reduce)
-    return node.axes

@@ -43,7 +43,7 @@ class Matrices:
             return None
         varies, number = loops.node_axes, min(sums)
         left, right = (varies[factor] for factor in sums[number])
-        terms = _reduced(loops, number)
+        terms = loops.reduction(number).axes
         rows, cols = left - right, right - left
         steps = (term for store in loops.stores for term in store.index.terms)
         if any(k in rows and step == 1 for k, step in steps):
@@ -51,7 +51,7 @@ class Matrices:
         factors = dict[int, tuple[int, int]]()
         for n, (first, second) in sums.items():
             apart = varies[first] - varies[second], varies[second] - varies[first]
-            if _reduced(loops, n) != terms or apart not in ((rows, cols), (cols, rows)):
+            if loops.reduction(n).axes != terms or apart not in ((rows, cols), (cols, rows)):
                 return None
             factors[n] = (first, second) if apart == (rows, cols) else (second, first)
         of_factors = with_operands(loops, itertools.chain.from_iterable(factors.values()))
@@ -69,12 +69,6 @@ class Matrices:
         used = {*of_rows, *of_cols, *of_terms}
         batch = tuple(k for k in range(len(loops.axes)) if k not in used)
         return cls(factors, of_rows, of_cols, of_terms, batch)
-
-
-def _reduced(loops: LoopNest, number: int) -> frozenset[int]:
-    node = loops.nodes[number]
-    assert isinstance(node, Reduce)
-    return node.axes
 
 
 def _are_many(loops: LoopNest, axes: Iterable[int]) -> bool:

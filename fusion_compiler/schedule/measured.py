@@ -73,12 +73,12 @@ def has_scans(a: Analysis) -> bool:
 
 def exponentials(a: Analysis) -> bool:
     """True if there are sums of exponentials, which need registers."""
-    return bool(a.online)
+    return bool(a.rescaled)
 
 
 def simple(a: Analysis) -> bool:
     """True if a reduction needs each element only once, which leaves registers for more warps."""
-    return not (a.online or a.moments)
+    return not (a.rescaled or a.moments)
 
 
 def several_tensors(a: Analysis) -> bool:

@@ -142,7 +142,7 @@ class Run:
         for leaf in self.leaves:
             if leaf.place in (Place.LOOP, Place.UNROLL):
                 stepped |= leaf.members
-        in_steps = [n for n in a.along if not stepped.isdisjoint(a.reduction(n).axes)]
+        in_steps = [n for n in a.along if not stepped.isdisjoint(a.loops.reduction(n).axes)]
         if in_steps:
             return self._accumulators(in_steps) + 2 * self._per_thread(self.elements())
         in_turns = not stepped.isdisjoint(a.rows)
@@ -170,7 +170,7 @@ class Run:
         """Return a thread's registers for the accumulators of the reductions that one pass makes."""
         a, in_turn, of_pass = self.a, self.placement.combined(Stage.TURN), dict[int, float]()
         for n in numbers:
-            axes = a.node_axes[n] | a.node_axes[a.reduction(n).operand] | a.reduction(n).axes
+            axes = a.node_axes[n] | a.node_axes[a.loops.reduction(n).operand] | a.loops.reduction(n).axes
             elements = self.elements(axes) / (LEAST_WORD if a.loops.names[n] in in_turn else 1)
             held = self.copies(a.node_axes[n]) * self._per_thread(elements)
             of_pass[a.level[n]] = of_pass.get(a.level[n], 0.0) + (0.0 if n in a.per_row else held)

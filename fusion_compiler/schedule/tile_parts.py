@@ -46,7 +46,7 @@ def group_of(a: Analysis, order: Sequence[int]) -> frozenset[int] | None:
         return None
     covered = dict[int, frozenset[int]]()  # by reduction, its axes and those of the inner sums that it reads
     for n, use in a.uses.items():
-        axes = a.reduction(n).axes | covered.get(n, frozenset())
+        axes = a.loops.reduction(n).axes | covered.get(n, frozenset())
         covered |= {reader: axes | covered.get(reader, frozenset()) for reader in use.readers}
         if use.needs_all is not None and not axes >= group:
             return None

@@ -64,7 +64,7 @@ def refusal_of(
     for number, carried in run.carried.items():
         if isinstance(carried, str):
             return carried
-        count = len(placed(run.where.of_axes(run.a.reduction(number).axes), Place.LOOP))
+        count = len(placed(run.where.of_axes(run.a.loops.reduction(number).axes), Place.LOOP))
         if run.sharing is None or count != 1:
             return f"{loops.names[number]} is carried by a loop over its axis, and there are {count}"
         parts = product(leaf.extent for leaf in run.sharing.leaves.get(number, ()))

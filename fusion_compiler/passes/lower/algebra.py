@@ -21,6 +21,7 @@ from fusion_compiler.ir.loops import (
     Node,
     Reduce,
     cast_of,
+    dependent,
     groups_of,
     is_applied,
     kept_axes,
@@ -90,11 +91,12 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     One pass then reads both operands of a norm and the matrix product after it, as the product no longer
     waits.
     """
-    reduced = [_reduced(loops, node) for node in loops.nodes if isinstance(node, Reduce)]
-    if len(set(reduced)) == len(reduced):
+    reduced = {n: _reduced(loops, node) for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
+    if len(set(reduced.values())) == len(reduced):
         return loops
     varies, new = loops.node_axes, Rebuilt(loops)
-    dependent = {axes: _dependent_on_reductions(loops, axes) for axes in reduced}
+    over = {axes: [n for n, of in reduced.items() if of == axes] for axes in reduced.values()}
+    late = {axes: dependent(loops, numbers) for axes, numbers in over.items()}
     changed = False
 
     @functools.cache
@@ -102,7 +104,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
         """Split a product into the factors that vary over the terms and the invariant factors that depend on
         a reduction over the same axes."""
         number = _origin(loops, number)
-        if varies[number].isdisjoint(axes) and number in dependent[axes]:
+        if varies[number].isdisjoint(axes) and number in late[axes]:
             return None, (new.numbers[number],)
         factors = _factors(loops, number)
         if not factors:
@@ -184,8 +186,7 @@ def _nested(loops: LoopNest) -> dict[int, _Nested]:
     factors = {n: _all_factors(loops, operands_of(loops.nodes[n])[0]) for n in sums}
     for n in sums:
         for other in sums:
-            one, two = loops.nodes[n], loops.nodes[other]
-            assert isinstance(one, Reduce) and isinstance(two, Reduce)
+            one, two = loops.reduction(n), loops.reduction(other)
             shared, left = _reduced(loops, one) & _reduced(loops, two), factors[n] - factors[other]
             if not shared or _reduced(loops, one) == _reduced(loops, two) or one.dtype != two.dtype:
                 continue
@@ -218,11 +219,10 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
     if not means:
         return loops
     new = Rebuilt(loops)
-    for number, node in enumerate(loops.nodes):
+    for number in range(len(loops.nodes)):
         new.keep(number)
         if number in means:
-            assert isinstance(node, Reduce)
-            _correct(new, number, node, means[number])
+            _correct(new, number, loops.reduction(number), means[number])
     return new.done()
 
 
@@ -261,16 +261,6 @@ def _all_factors(loops: LoopNest, number: int) -> Counter[int]:
 def _reduced(loops: LoopNest, node: Reduce) -> frozenset[int]:
     """Return the axes that a reduction reduces, but for those of one element."""
     return frozenset(k for k in node.axes if loops.axes[k].size != 1)
-
-
-def _dependent_on_reductions(loops: LoopNest, axes: frozenset[int]) -> set[int]:
-    """Return the nodes that are, or depend on, a reduction over some axes."""
-    dependent: set[int] = set()
-    for number, node in enumerate(loops.nodes):
-        reduces = isinstance(node, Reduce) and _reduced(loops, node) == axes
-        if reduces or not dependent.isdisjoint(operands_of(node)):
-            dependent.add(number)
-    return dependent
 
 
 def _factors(loops: LoopNest, number: int) -> tuple[int, ...]:
