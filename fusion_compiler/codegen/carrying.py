@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-from torch._ops import OpOverload
 
 from fusion_compiler.codegen import monoids
+from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
-from fusion_compiler.codegen.expression import computed, convert
+from fusion_compiler.codegen.expression import convert
 from fusion_compiler.codegen.live_loops import Span, spans_of
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine, Range
@@ -45,9 +45,9 @@ from fusion_compiler.ir.loops import (
     source_of,
     with_readers,
 )
-from fusion_compiler.ops.arithmetic import ADD, EXP
-from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, times, tl
-from fusion_compiler.schedule.carried import PEAKS, Carried, Values, growth_of
+from fusion_compiler.ops.arithmetic import EXP
+from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
+from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
 from fusion_compiler.schedule.placement import Leaf
 from fusion_compiler.schedule.shared_reductions import SharedReductions
@@ -96,13 +96,7 @@ class CarryingEmitter(ChainEmitter):
         self.compared = frozenset() if self.wide else {o for _, o in readers} - others
         self.span: tuple[Leaf, Span] | None = None
         self.holding: Collection[int] = frozenset()
-        self.plain_maxima = frozenset(n for n in self.bases if self._reaches_a_sum(n, late[n]))
-
-    def _reaches_a_sum(self, base: int, late: frozenset[int]) -> bool:
-        """True if every store that depends on a maximum depends on a sum of exponentials of it as well, which
-        is NaN where an element is."""
-        sums = with_readers(self.loops, [n for n, of in self.carried.items() if base in of.reads])
-        return all(store.value in sums for store in self.loops.stores if store.value in late)
+        self.plain_maxima = plain_peaks(self.loops, carried)
 
     # -- dimensions --------------------------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class CarryingEmitter(ChainEmitter):
         value = self.let(f"new_{node.combine}", step(state.value, block.value, **nan))
         now = replace(block, value=value)
         self.running[number] = Running(state, now, self.lanes, self.depth)
-        self.keep(number, replace(now, value=self.let("shift", self.finite(number, value))))
+        self.keep(number, replace(now, value=self.let("shift", BlockValues(self).finite(number, value))))
 
     def now(self, number: int, node: Reduce, term: Tile) -> Tile:
         """Return a block's terms, reduced."""
@@ -272,42 +266,29 @@ class CarryingEmitter(ChainEmitter):
         """Return the sum up to the open block, rescaled from the maxima before that block to the current
         ones."""
         of = self.carried.get(number)
-        powers = () if of is None else of.powers
-        steps = [self.step(power) for power in powers if not self.waits[power].isdisjoint(self.running)]
-        if of is None or not steps:
+        if of is None:
             return total
-        value = times(total, *(self.fitted(tile, lanes).value for tile, lanes in steps))
-        if of.shift is not None and of.plain is not None and self.waits[of.shift] & self.running.keys():
-            growth, plain = self.step(of.shift), self.rescaled[of.plain]
-            value = value + times(*(self.fitted(tile, lanes).value for tile, lanes in (growth, plain)))
-        if number in self.plain:
+        plain = None if of.plain is None else self.fitted(*self.rescaled[of.plain]).value
+        value = rescaled(of, total, plain, self.step, BlockValues(self))
+        if number in self.plain and value is not total:
             value = self.let("rescaled", value)
             self.rescaled[number] = replace(self.sums[number], value=value), self.lanes
         return value
 
-    def step(self, number: int) -> tuple[Tile, tuple[Leaf, ...]]:
-        """Return h(now) / h(before) of an exponential g(x) h(d), or b(now) - b(before) of a sum a(x) + b(d),
-        and its dimensions. A sum has no terms before its first maximum, which may then be any number."""
-        node, bases = self.loops.nodes[number], sorted(self.waits[number] & self.running.keys())
-        assert isinstance(node, Compute)
-        first, is_power = self.running[bases[0]], is_applied(node, EXP)
+    def step(self, number: int) -> Expression | None:
+        """Return how a factor of terms changes with the open block (`schedule.carried.step_of`)."""
+        bases = sorted(self.waits[number] & self.running.keys())
+        if not bases:
+            return None
+        first = self.running[bases[0]]
         with self.dimensions(first.lanes):
-            running = {n: self.running[n] for n in bases}
-            before = {n: self.fitted(r.before, r.lanes).value for n, r in running.items()}
-            if not is_power:
-                before = {n: self.finite(n, value) for n, value in before.items()}
+            before = {n: self.fitted(self.running[n].before, self.running[n].lanes).value for n in bases}
             now = {n: self.tile(n).value for n in bases}
-            exponents = _Exponents(self, self.reduction(bases[0]).axes)
-            moving = operands_of(node)[0] if is_power else number
-            growth = growth_of(self.loops, moving, before, now, exponents)
-            assert growth is not None
-            value = exponents.computed(node, {moving: growth}) if is_power else growth
-            value = self.let("ratio" if is_power else "growth", value)
-        return replace(first.now, value=value), first.lanes
-
-    def finite(self, number: int, value: Expression) -> Expression:
-        """Return a maximum, or zero if it is one of nothing."""
-        return tl.where(value.eq(lift(PEAKS[self.reduction(number).combine])), 0.0, value)
+            values = BlockValues(self, self.reduction(bases[0]).axes)
+            value = step_of(self.loops, number, before, now, values)
+            assert value is not None
+            value = self.let("ratio" if is_applied(self.loops.nodes[number], EXP) else "growth", value)
+        return self.fitted(replace(first.now, value=value), first.lanes).value
 
     # -- products ------------------------------------------------------------------------------------------
 
@@ -366,22 +347,3 @@ class CarryingEmitter(ChainEmitter):
     def store_partial(self, number: int, of: Partial) -> None:
         with self.dimensions(self.among(self.where.of_axes(of.axes))):
             super().store_partial(number, of)
-
-
-@dataclass(frozen=True)
-class _Exponents(Values[Expression]):
-    """Values that are expressions of the open block. axes: the axes along which x varies."""
-
-    emitter: CarryingEmitter
-    axes: frozenset[int]
-
-    def computed(self, node: Compute, operands: Mapping[int, Expression]) -> Expression:
-        nodes = self.emitter.loops.nodes
-        return computed(node, lambda n: (operands[n], nodes[n].dtype))
-
-    def fixed(self, number: int) -> Expression:
-        is_fixed = self.emitter.node_axes[number].isdisjoint(self.axes)
-        return self.emitter.tile(number).value if is_fixed else Literal(0.0)
-
-    def combined(self, operator: OpOverload, left: Expression, right: Expression) -> Expression:
-        return left + right if operator is ADD else left - right

@@ -24,7 +24,6 @@ from fusion_compiler.codegen.tile import (
     Store,
     Wait,
 )
-from fusion_compiler.ir.loops import Reduce
 from fusion_compiler.ops.syntax import Expression, Name, Operand, Var, plus, tl
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
 from fusion_compiler.schedule.shapes import padded
@@ -44,15 +43,9 @@ def messages(a: Analysis) -> Iterator[tuple[int, ...]]:
 
 def messages_of(a: Analysis, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the reductions of each message: two of float32, or one of another dtype."""
-    floats = [n for n in numbers if accumulator_dtype(reduction_of(a, n)) is torch.float32]
+    floats = [n for n in numbers if accumulator_dtype(a.loops.reduction(n)) is torch.float32]
     pairs = [tuple(floats[i : i + 2]) for i in range(0, len(floats), 2)]
     return pairs + [(n,) for n in numbers if n not in floats]
-
-
-def reduction_of(a: Analysis, number: int) -> Reduce:
-    reduce = a.loops.nodes[number]
-    assert isinstance(reduce, Reduce)
-    return reduce
 
 
 # -- tiles, through memory of several devices --------------------------------------------------------------

@@ -112,6 +112,7 @@ class Emitter:
         in_loops = (leaf for leaf in leaves if leaf.place is Place.LOOP)
         self.loop_variables = {leaf.name: self.variable_of_loop(leaf) for leaf in in_loops}
         self.node_axes = analysis.node_axes
+        self.reduction = loops.reduction
         self.reductions = {n for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
         unrolled = placed(leaves, Place.UNROLL)
         self.unrolled = [[leaf for leaf in unrolled if leaf in of_node] for of_node in self.depends]
@@ -883,11 +884,6 @@ class Emitter:
 
     # -- reductions ----------------------------------------------------------------------------------------
 
-    def reduction(self, number: int) -> Reduce:
-        node = self.loops.nodes[number]
-        assert isinstance(node, Reduce)
-        return node
-
     def reduced(self, number: int, node: Reduce) -> Tile:
         """Return a reduction, in loops that it shares with others over the same axes."""
         around = placed(self.where.reduced_by(node), Place.LOOP)
@@ -914,14 +910,12 @@ class Emitter:
                 states.append(self.started(n))
         with self.inside_loops(around):
             for (n, elements), state in zip(together, states, strict=True):
-                reduce = self.loops.nodes[n]
-                assert isinstance(reduce, Reduce)
+                reduce = self.reduction(n)
                 for inner in self.variants(self.where.reduced_by(reduce)):
                     with self.fixed(elements | inner):
                         self.add_terms(n, reduce, state)
         for (n, elements), state in zip(together, states, strict=True):
-            reduce = self.loops.nodes[n]
-            assert isinstance(reduce, Reduce)
+            reduce = self.reduction(n)
             with self.fixed(elements):
                 tile = self.folded(n, reduce, state, join_key=self.join_key(n))
                 self.scopes[self.depth].tiles[self.key(n)] = tile
@@ -969,8 +963,7 @@ class Emitter:
 
     def started(self, number: int) -> Tile:
         """Return an accumulator with the neutral element, a lane for each of the operand's."""
-        node = self.loops.nodes[number]
-        assert isinstance(node, Reduce)
+        node = self.reduction(number)
         lanes = self.lanes_of_state(node).difference(self.in_turn(number))
         is_block = bool(lanes) or (len(self.lanes) > 1 and self.operand_is_block(node.operand))
         shape = self.shape(lanes) if is_block else []

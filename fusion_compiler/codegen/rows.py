@@ -142,8 +142,8 @@ class RowEmitter(RowTiles):
         return [self.reduction(n).operand for n in self.a.across_rows]
 
     def needed_in_pass(self, states: Sequence[State], stores: Sequence[Store]) -> list[int]:
-        """Return the nodes that a pass needs, after computing the ones that are the same along a row."""
-        wanted = [n for state in states for n in state.reads(self)]
+        """Return the nodes that a pass needs, those of rows computed."""
+        wanted = [self.reduction(state.numbers[0]).operand for state in states]
         needed = sorted(self.needed_by([*wanted, *(o for s in stores for o in self.read_by(s))]))
         columns = self.where.of_axes(self.columns)
         self.compute(n for n in needed if not self.depends[n] & columns)
@@ -315,8 +315,8 @@ class RowEmitter(RowTiles):
         squares, rest, corrected = Var("row_sum"), Var("rest"), Var(str(middle.target._opname).lstrip("_"))
         self.add(Assign((squares, rest), fm.sums(*tiles, axis, len(self.lanes) > 1)))
         self.add(Assign((corrected, squares), fm.corrected(before.value, squares, rest, self.a.size(COLS))))
-        for dependent in with_readers(self.loops, (mean,)):
-            scope.tiles.pop(self.key(dependent), None)
+        for n in with_readers(self.loops, (mean,)):
+            scope.tiles.pop(self.key(n), None)
         scope.tiles[self.key(mean)] = replace(before, value=corrected)
         return replace(before, value=squares)
 

@@ -17,6 +17,7 @@ of the second (`schedule.shared_reductions`).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,10 +49,10 @@ from fusion_compiler.ir.loops import (
     store_operands,
     with_operands,
 )
-from fusion_compiler.ops.arithmetic import ABS, ADD, EXP, LT, MUL, WHERE
+from fusion_compiler.ops.arithmetic import ABS, LT, WHERE
 from fusion_compiler.schedule import placement as place
 from fusion_compiler.schedule.analysis import Analysis, accumulator_dtype
-from fusion_compiler.schedule.carried import Carried, Values, growth_of
+from fusion_compiler.schedule.carried import Carried, Values, rescaled, step_of
 from fusion_compiler.schedule.placement import At, Directive, Fuse, Leaf, Place, Placement
 from fusion_compiler.schedule.row_tiles import Cols, RowTile, placement_of
 from fusion_compiler.schedule.run import Run
@@ -138,18 +139,18 @@ def completed(
     nodes: list[Node] = []
     names: list[str] = []
     for number in sorted(needed):
-        node = loops.nodes[number]
         if number in partials:
-            assert isinstance(node, Reduce)
+            node = loops.reduction(number)
             nodes.append(partials[number])
             names.append("partial")
             parts[number] = len(nodes) - 1
             if number in carried:
-                _Merged(loops, nodes, numbers, node.axes, moved).rescale(carried[number], parts)
+                values = _Merged(loops, nodes, numbers, node.axes, moved)
+                parts[number] = values.rescale(carried[number], parts)
                 names += ["rescaled"] * (len(nodes) - len(names))
-            node = Reduce(node.combine, len(nodes) - 1, axes_in(axes, (group,)), node.dtype)
+            node = Reduce(node.combine, parts[number], axes_in(axes, (group,)), node.dtype)
         else:
-            node = renumber(node, numbers, moved)
+            node = renumber(loops.nodes[number], numbers, moved)
         numbers[number] = len(nodes)
         nodes.append(node)
         names.append(loops.names[number])
@@ -186,35 +187,26 @@ class _Merged(Values[int]):
     def combined(self, operator: OpOverload, left: int, right: int) -> int:
         return self.add(applied(self.nodes, operator, left, right))
 
-    def finite(self, number: int) -> int:
-        """Return a maximum, or zero where it is one of nothing."""
-        dtype, size = self.nodes[number].dtype, self.add(applied(self.nodes, ABS, number))
+    def finite(self, number: int, value: int) -> int:
+        dtype, size = self.nodes[value].dtype, self.add(applied(self.nodes, ABS, value))
         is_finite = self.add(applied(self.nodes, LT, size, other=math.inf))
         zero = self.add(Constant(0.0, dtype))
-        return self.add(applied(self.nodes, WHERE, is_finite, number, zero, dtype=dtype))
+        return self.add(applied(self.nodes, WHERE, is_finite, value, zero, dtype=dtype))
 
-    def rescale(self, of: Carried, parts: Mapping[int, int]) -> None:
-        """Multiply the last node, a part of a reduction, by h(all) / h(part). parts: the parts of others."""
-        part = len(self.nodes) - 1
-        of_all, of_part = ({n: numbers[n] for n in of.reads} for numbers in (self.numbers, parts))
-        if of.shift is not None and of.plain is not None:
-            finite = {n: self.finite(m) for n, m in of_part.items()}
-            growth = growth_of(self.loops, of.shift, finite, of_all, self)
-            assert growth is not None
-            part = self.combined(ADD, part, self.combined(MUL, growth, parts[of.plain]))
-        for power in of.powers:
-            (exponent,) = operands_of(self.loops.nodes[power])
-            growth = growth_of(self.loops, exponent, of_part, of_all, self)
-            assert growth is not None
-            part = self.combined(MUL, part, self.add(applied(self.nodes, EXP, growth)))
+    def rescale(self, of: Carried, parts: Mapping[int, int]) -> int:
+        """Return the last node, a part of a reduction, multiplied by h(all) / h(part). parts: the parts of
+        others, those of sums multiplied."""
+        before, now = ({n: numbers[n] for n in of.reads} for numbers in (parts, self.numbers))
+        step = functools.partial(step_of, self.loops, before=before, now=now, values=self)
+        plain = None if of.plain is None else parts[of.plain]
+        return rescaled(of, len(self.nodes) - 1, plain, step, self)
 
 
 def _partial(loops: LoopNest, number: int, position: int, programs: Dim, kept: Sequence[int]) -> Partial:
     """Return the partial results of a reduction, [programs, elements of the kept axes]."""
-    node = loops.nodes[number]
-    assert isinstance(node, Reduce)
     shape = programs, product(loops.axes[k].size for k in kept)
-    buffer = Buffer(f"partial_{position}", shape, strides_of(shape), accumulator_dtype(node))
+    dtype = accumulator_dtype(loops.reduction(number))
+    buffer = Buffer(f"partial_{position}", shape, strides_of(shape), dtype)
     return Partial(buffer, tuple(kept))
 
 

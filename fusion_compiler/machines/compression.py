@@ -32,8 +32,8 @@ Part = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec stores `keep` numbers of each block of 256, in `bits` bits each (16: bfloat16; 8 and 4:
-    integers with one bfloat16 scale per block)."""
+    """A codec stores `keep` numbers of each block of 256, in `bits` bits each: bfloat16 in 16 bits, or
+    integers with one bfloat16 scale for all of a block (8 bits) or for each 32 numbers (4 bits)."""
 
     keep: int = BLOCK
     bits: Bits = 8
@@ -45,8 +45,12 @@ class Codec:
     @property
     def bits_per_number(self) -> float:
         """Return the bits that are sent for each number of the tensor, with scale and mask."""
-        scale = 16 / BLOCK if self.bits < 16 else 0
-        return self.keep * self.bits / BLOCK + scale + self.sparse
+        return self.keep * self.bits / BLOCK + 16 * self.scales / BLOCK + self.sparse
+
+    @property
+    def scales(self) -> int:
+        """Return the number of scales of a block. Fifteen levels need a scale that fits fewer numbers."""
+        return {16: 0, 8: 1, 4: BLOCK // 32}[self.bits]
 
     def __str__(self) -> str:
         kept = f"top {self.keep} of {BLOCK}, " if self.sparse else ""
@@ -166,27 +170,30 @@ def unpack_mask(packed: Tensor) -> Tensor:
     return ((packed.int().unsqueeze(-1) >> shifts) & 1).bool().view(-1, BLOCK)
 
 
-def quantise(x: Tensor, bits: Bits) -> tuple[Tensor, ...]:
-    """Return numbers [blocks, n] in few bits: (bfloat16,), or (integers, one scale per block)."""
-    if bits == 16:
+def quantise(x: Tensor, codec: Codec) -> tuple[Tensor, ...]:
+    """Return numbers [blocks, n] in few bits: (bfloat16,), or (integers, scales [blocks, scales])."""
+    if codec.bits == 16:
         return (x.bfloat16(),)
-    most = 2 ** (bits - 1) - 1
-    scale = (x.abs().amax(-1, keepdim=True) / most).bfloat16()
-    wide = scale.float()
-    integers = torch.where(wide == 0, 0.0, x / wide).round().clamp(-most, most).to(torch.int8)
-    if bits == 8:
-        return integers, scale
+    most = 2 ** (codec.bits - 1) - 1
+    parts = x.view(x.shape[0], codec.scales, -1)
+    scales = (parts.abs().amax(-1, keepdim=True) / most).bfloat16()
+    wide = scales.float()
+    integers = torch.where(wide == 0, 0.0, parts / wide).round().clamp(-most, most).to(torch.int8)
+    if codec.bits == 8:
+        return integers.view(x.shape), scales.squeeze(-1)
     pairs = (integers + 8).to(torch.uint8).view(x.shape[0], -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), scale
+    return pairs[..., 0] | (pairs[..., 1] << 4), scales.squeeze(-1)
 
 
-def dequantise(stored: Sequence[Tensor], bits: Bits) -> Tensor:
-    if bits == 16:
+def dequantise(stored: Sequence[Tensor], codec: Codec) -> Tensor:
+    """Return the float32 numbers [blocks, n] of what `quantise` has stored."""
+    if codec.bits == 16:
         return stored[0].float()
-    integers, scale = stored
-    if bits == 4:
+    integers, scales = stored
+    if codec.bits == 4:
         integers = torch.stack((integers & 15, integers >> 4), -1).flatten(1).float() - 8
-    return integers.float() * scale.float()
+    parts = integers.float().view(len(integers), codec.scales, -1)
+    return (parts * scales.float().unsqueeze(-1)).flatten(1)
 
 
 class Coder:
@@ -209,10 +216,10 @@ class Coder:
         if codec is None:
             self.encode, self.decode = (lambda x: (x,)), (lambda stored: stored[0])
             return
-        self.keep, self.bits = codec.keep, codec.bits
+        self.codec = codec
         blocks = -(-self.shape.numel() // BLOCK)
         numbers = {16: torch.bfloat16, 8: torch.int8, 4: torch.uint8}[codec.bits]
-        scales = [] if codec.bits == 16 else [(torch.bfloat16, (blocks, 1))]
+        scales = [(torch.bfloat16, (blocks, codec.scales))] if codec.scales else []
         self.parts = [(numbers, (blocks, codec.keep // (2 if codec.bits == 4 else 1))), *scales]
         self.mask = [(torch.uint8, (blocks, BLOCK // 8))] if codec.sparse else []
         self.select = compile(self._select, **options)
@@ -221,16 +228,16 @@ class Coder:
         self.lost = compile(self._lost, **options)
 
     def _select(self, x: Tensor) -> Tensor:
-        return pack_mask(select(blocks_of(x), self.keep))
+        return pack_mask(select(blocks_of(x), self.codec.keep))
 
     def _encode(self, x: Tensor, *mask: Tensor) -> tuple[Tensor, ...]:
         x = blocks_of(x)
         for packed in mask:
-            x = compact(x, unpack_mask(packed), self.keep)
-        return quantise(x, self.bits)
+            x = compact(x, unpack_mask(packed), self.codec.keep)
+        return quantise(x, self.codec)
 
     def _decode(self, stored: tuple[Tensor, ...], *mask: Tensor) -> Tensor:
-        x = dequantise(stored, self.bits)
+        x = dequantise(stored, self.codec)
         for packed in mask:
             x = spread(x, unpack_mask(packed))
         return self._shaped(x)

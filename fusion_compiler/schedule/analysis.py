@@ -31,7 +31,6 @@ from fusion_compiler.ir.loops import (
     axes_in,
     cast_of,
     groups_of,
-    is_applied,
     operands_of,
     pair_of,
     reduced_groups,
@@ -43,7 +42,8 @@ from fusion_compiler.ir.loops import (
 )
 from fusion_compiler.ir.moments import HALVES, mean_of_squares
 from fusion_compiler.ir.rebuilt import Rebuilt
-from fusion_compiler.ops.arithmetic import EXP, MUL, SUB
+from fusion_compiler.ops.arithmetic import MUL
+from fusion_compiler.schedule.carried import PEAKS, Carried, carried_of, plain_peaks
 from fusion_compiler.schedule.chains import Chain
 from fusion_compiler.schedule.matrices import Matrices
 from fusion_compiler.schedule.products import Products, is_product
@@ -273,7 +273,7 @@ class Analysis:
     @cached_property
     def sums_along(self) -> tuple[int, ...]:
         """Return the sums of float32 along the row that depend on no other reduction of their level."""
-        together = {*self.online, *self.moments, *(total for total, _ in self.moments.values())}
+        together = {*self.rescaled, *self.moments, *(total for total, _ in self.moments.values())}
         late = self.after_rows | together
         along = (i for i in self.reductions if self.is_sum(i) and COLS in self.reduced_groups(i))
         return tuple(i for i in along if i not in late)
@@ -330,7 +330,8 @@ class Analysis:
     def per_row(self) -> frozenset[int]:
         """Return the reductions that keep one number for each row between the blocks of a loop."""
         totals = (total for total, _ in self.moments.values())
-        return frozenset({*self.online, *self.online.values(), *self.moments, *totals})
+        peaks = (of.reads[0] for of in self.rescaled.values())
+        return frozenset({*self.rescaled, *peaks, *self.moments, *totals})
 
     @cached_property
     def live(self) -> tuple[Mapping[int, int], ...]:
@@ -381,29 +382,17 @@ class Analysis:
         axes = (self.loops.axes[k] for index in stored for k, _ in index.terms if k >= 0)
         return any(a.group == COLS for a in axes) or any(COLS in self.groups[i] for i in self.after_rows)
 
+    def _is_along_columns(self, number: int) -> bool:
+        return self.reduced_groups(number) == frozenset({COLS})
+
     @cached_property
-    def online(self) -> dict[int, int]:
-        """Return {sum: max} for each sum(exp(x - max(x))) (Milakov and Gimelshein, 2018)."""
-        nodes = self.loops.nodes
-        pairs: dict[int, int] = {}
-        for number in self.reductions:
-            reduce = self.loops.reduction(number)
-            power = nodes[reduce.operand]
-            is_sum_of_powers = reduce.combine == "sum" and is_applied(power, EXP)
-            minus = pair_of(nodes[operands_of(power)[0]], SUB) if is_sum_of_powers else ()
-            if not minus:
-                continue
-            value, top = minus
-            peak = nodes[top]
-            if (
-                isinstance(peak, Reduce)
-                and peak.combine == "max"
-                and peak.operand == value
-                and peak.axes == reduce.axes
-                and self.reduced_groups(number) == frozenset({COLS})
-            ):
-                pairs[number] = top
-        return pairs
+    def rescaled(self) -> Mapping[int, Carried]:
+        """Return the sums that a loop over the columns makes together with the maximum or minimum that they
+        read, such as sum(exp(x - max(x))) (Milakov and Gimelshein, 2018)."""
+        along = {n: self.loops.reduction(n) for n in self.reductions if self._is_along_columns(n)}
+        peaks = {n for n, node in along.items() if node.combine in PEAKS}
+        laws = ((n, carried_of(self.loops, n)) for n in along if peaks and n not in peaks)
+        return {n: of for n, of in laws if isinstance(of, Carried) and of.of_peak and of.shift is None}
 
     @cached_property
     def moments(self) -> dict[int, tuple[int, int]]:
@@ -412,8 +401,7 @@ class Analysis:
         users.update(o for s in self.loops.stores for o in store_operands(s))
         moments: dict[int, tuple[int, int]] = {}
         for number in self.reductions:
-            is_along = self.reduced_groups(number) == frozenset({COLS})
-            pair = mean_of_squares(self.loops, number) if is_along else None
+            pair = mean_of_squares(self.loops, number) if self._is_along_columns(number) else None
             if pair is not None and users[pair[0]] == 1 and pair not in moments.values():
                 moments[number] = pair
         return moments
@@ -424,8 +412,8 @@ class Analysis:
         levels: list[int] = []
         for i, node in enumerate(self.loops.nodes):
             depth = max((levels[o] for o in operands_of(node)), default=0)
-            if i in self.online:
-                depth = levels[self.online[i]]
+            if i in self.rescaled:
+                depth = levels[self.rescaled[i].reads[0]]
             elif i in self.moments:
                 depth = levels[self.moments[i][0]]
             elif isinstance(node, Reduce) and COLS in self.reduced_groups(i):
@@ -435,14 +423,8 @@ class Analysis:
 
     @cached_property
     def nan_safe_max(self) -> frozenset[int]:
-        """Return the maxima whose NaN reaches every store through the online sum anyway."""
-        safe: set[int] = set()
-        for total, peak in self.online.items():
-            of_peak, of_total = (with_readers(self.loops, (number,)) for number in (peak, total))
-            stores = {s.buffer for s in self.loops.stores if s.value in of_peak}
-            if stores and all(s.value in of_total for s in self.loops.stores if s.buffer in stores):
-                safe.add(peak)
-        return frozenset(safe)
+        """Return the maxima whose NaN reaches every store through a sum anyway."""
+        return plain_peaks(self.loops, self.rescaled)
 
     def fp16_values(self, dtypes: Mapping[str, torch.dtype]) -> frozenset[int]:
         """Return the float32 values on which only results of 16 bits or less depend.
@@ -464,7 +446,7 @@ class Analysis:
         exact |= {s.value for s in self.loops.stores if str(dtypes[s.buffer]) not in SHORT}
         exact |= {o for i in self.scans for o in operands_of(nodes[i])}
         for i in range(len(nodes) - 1, -1, -1):
-            if i in exact and i in self.online:
+            if i in exact and i in self.rescaled:
                 (term,) = operands_of(nodes[i])
                 exact.update(operands_of(nodes[term]))
             elif i in exact and (rounding_of(nodes[i]) not in SHORT or i in reproducible):

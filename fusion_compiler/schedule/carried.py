@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -67,6 +67,8 @@ class Carried:
     rank: that of its terms. reads: the reductions over the same axes. powers: the exponentials among the
     factors of its terms. empty: a row whose elements are all -inf has NaN. text: the terms as a formula.
     shift: a factor a(x) + b(d), if there is one. plain: then, the sum of the terms without that factor.
+    degree: the power of that factor. of_peak: the terms read one maximum and its operand x, nothing else
+    along the axes, and they are zero where x is the maximum of nothing.
     """
 
     rank: int
@@ -76,6 +78,8 @@ class Carried:
     text: str
     shift: int | None = None
     plain: int | None = None
+    degree: int = 1
+    of_peak: bool = False
 
 
 def carried_of(loops: LoopNest, number: int) -> Carried | str:
@@ -109,8 +113,14 @@ def carried_of(loops: LoopNest, number: int) -> Carried | str:
     plain = terms.without(shifts[0], number) if shifts else None
     if shifts and plain is None:
         return f"{text} has rank {rank}, and there is no sum without the factor {terms.text(shifts[0])}"
-    empty = terms.is_nan_where_empty()
-    return Carried(rank, terms.reads, tuple(powers), empty, text, shifts[0] if shifts else None, plain)
+    shift, empty = shifts[0] if shifts else None, terms.is_nan_where_empty()
+    return Carried(rank, terms.reads, tuple(powers), empty, text, shift, plain, of_peak=terms.are_of_peak())
+
+
+def squares_of(loops: LoopNest, total: int, number: int) -> Carried:
+    """Return the law of sum((x - mean)^2), of rank 3: `total`, the sum of x, is read as their mean."""
+    (difference, *_) = operands_of(loops.nodes[loops.reduction(number).operand])
+    return Carried(3, (total,), (), False, "(x - mean)^2", shift=difference, degree=2)
 
 
 class Values(Protocol[T]):
@@ -124,7 +134,46 @@ class Values(Protocol[T]):
         """Return a node that does not depend on d: its value, or zero where it varies as x does."""
         ...
 
+    def finite(self, number: int, value: T) -> T:
+        """Return the value of a maximum, or zero if it is one of nothing."""
+        ...
+
     def combined(self, operator: OpOverload, left: T, right: T) -> T: ...
+
+
+def rescaled(
+    of: Carried, total: T, plain: T | None, step: Callable[[int], T | None], values: Values[T]
+) -> T:
+    """Return what was added up before d moved, as it is with the new d.
+
+    total: the sum. plain: the sum of the terms without the factor `of.shift`, as it is with the new d.
+    step: a function that returns `step_of` of a node. The sum of y grows by c for each term while y does, and
+    that of y^2 by c^2 if the sum of y was zero, as that of differences from a mean is.
+    """
+    for power in of.powers:
+        if (ratio := step(power)) is not None:
+            total = values.combined(MUL, total, ratio)
+    growth = None if of.shift is None else step(of.shift)
+    if growth is not None and plain is not None:
+        for _ in range(of.degree):
+            plain = values.combined(MUL, plain, growth)
+        total = values.combined(ADD, total, plain)
+    return total
+
+
+def step_of(
+    loops: LoopNest, number: int, before: Mapping[int, T], now: Mapping[int, T], values: Values[T]
+) -> T | None:
+    """Return h(now) / h(before) of an exponential g(x) h(d), or b(now) - b(before) of a sum a(x) + b(d); None
+    if it does not depend on d. A sum has no terms before its first maximum, which may then be any number."""
+    node = loops.nodes[number]
+    if not is_applied(node, EXP):
+        finite = {n: values.finite(n, value) for n, value in before.items()}
+        return growth_of(loops, number, finite, now, values)
+    assert isinstance(node, Compute)
+    (exponent,) = operands_of(node)
+    growth = growth_of(loops, exponent, before, now, values)
+    return None if growth is None else values.computed(node, {exponent: growth})
 
 
 def growth_of(
@@ -148,17 +197,30 @@ def growth_of(
             if left is None or right is None:
                 return right if left is None else left
             return values.combined(ADD, left, right)
-    return values.combined(SUB, _at(loops, number, now, values), _at(loops, number, before, values))
+    return values.combined(SUB, value_at(loops, number, now, values), value_at(loops, number, before, values))
 
 
-def _at(loops: LoopNest, number: int, results: Mapping[int, T], values: Values[T]) -> T:
+def value_at(loops: LoopNest, number: int, at: Mapping[int, T], values: Values[T]) -> T:
+    """Return the value of a node where some nodes have given values."""
     node = loops.nodes[number]
-    if number in results:
-        return results[number]
-    if with_operands(loops, (number,), results).isdisjoint(results):
+    if number in at:
+        return at[number]
+    if with_operands(loops, (number,), at).isdisjoint(at):
         return values.fixed(number)
     assert isinstance(node, Compute)
-    return values.computed(node, {o: _at(loops, o, results, values) for o in operands_of(node)})
+    return values.computed(node, {o: value_at(loops, o, at, values) for o in operands_of(node)})
+
+
+def plain_peaks(loops: LoopNest, carried: Mapping[int, Carried]) -> frozenset[int]:
+    """Return the maxima and minima whose NaN need not be kept: each store that depends on one depends on a
+    sum that reads it as well, which is NaN where an element is."""
+    plain = set[int]()
+    for peak in {n for of in carried.values() for n in of.reads}:
+        late = with_readers(loops, (peak,))
+        sums = with_readers(loops, [n for n, of in carried.items() if peak in of.reads])
+        if all(store.value in sums for store in loops.stores if store.value in late):
+            plain.add(peak)
+    return frozenset(plain)
 
 
 class Terms:
@@ -176,11 +238,8 @@ class Terms:
         self.reads = tuple(sorted(within & same))
         late = with_readers(loops, self.reads)
         self.mixed = sorted(within & late - same)
-        self.peaks = {
-            n: loops.reduction(n).operand
-            for n in self.reads
-            if loops.reduction(n).combine in PEAKS
-        }
+        reads = {n: loops.reduction(n) for n in self.reads}
+        self.peaks = {n: node.operand for n, node in reads.items() if node.combine in PEAKS}
 
     def refusal(self) -> str | None:
         """Return why F is no function of numbers, or None if it is one."""
@@ -251,7 +310,8 @@ class Terms:
             return bool(apart.abs().max() <= EXACT * (1 + e.abs().max()))
 
     def is_bounded(self, exponent: int) -> bool:
-        """True if an exponent is a sum a(x) + b(d) that is not positive where d is the maximum of x."""
+        """True if an exponent is a sum a(x) + b(d) that is not positive where d is the maximum of x, and no
+        smaller where d is the maximum of nothing: no ratio of exponentials is then infinite."""
         within = with_operands(self.loops, (exponent,), self.reads)
         peaks = {n: x for n, x in self.peaks.items() if n in within}
         if not self.is_sum(exponent) or not self.data.issuperset(peaks.values()):
@@ -264,16 +324,29 @@ class Terms:
                 points |= {n: d, x: torch.cat((d + below, d.expand(len(below), -1)))}
             others = {n: v for n, v in points.items() if n not in peaks.keys() | peaks.values()}
             points |= {n: torch.cat((v, v)) for n, v in others.items() if len(v) == CANDIDATES}
-            return bool(self.at(exponent, points).double().max() <= EXACT * FAR)
+            nothing = {n: self._neutral(n) for n in peaks}
+            start, later = (self.at(exponent, {**self.points, **d}) for d in (nothing, {}))
+            return bool(self.at(exponent, points).max() <= EXACT * FAR and (start >= later).all())
+
+    def are_of_peak(self) -> bool:
+        """True if F is a function of one maximum and its operand alone, and zero where that is neutral."""
+        if len(self.reads) > 1 or {*self.data} != {*self.peaks.values()}:
+            return False
+        ((peak, x),) = self.peaks.items()
+        with _disable_current_modes():
+            return not self.at(self.reduce.operand, {**self.points, x: self._neutral(peak)}).any()
 
     def is_nan_where_empty(self) -> bool:
         """True if a term is NaN where the maximum is -inf, and so are all elements."""
         with _disable_current_modes():
             points = dict(self.points)
             for n, operand in self.peaks.items():
-                nothing = torch.full((1, 1), PEAKS[self.loops.reduction(n).combine], dtype=torch.float64)
-                points |= {n: nothing, operand: nothing}
+                points |= {n: self._neutral(n), operand: self._neutral(n)}
             return bool(self.at(self.reduce.operand, points).isnan().all())
+
+    def _neutral(self, peak: int) -> Tensor:
+        with _disable_current_modes():
+            return torch.full((1, 1), PEAKS[self.loops.reduction(peak).combine], dtype=torch.float64)
 
     # -- factors -----------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ def _reading_once(a: Analysis, device: DeviceSpec) -> tuple[RowTile, ...]:
     shapes = [(16384, 16), (8192, 8), (4096, 4), (4096, 8)]
     if rows * 16 <= slots and most > 1:  # shared even by programs of eight warps
         shapes = [(8192, 8), (16384, 16), (4096, 8), (4096, 4)]
-    elif a.online:  # exponentials need registers: no more warps than run at once
+    elif a.rescaled:  # exponentials need registers: no more warps than run at once
         warps = 8 if rows * 8 <= slots else 4
         shapes.insert(0, (1024 * warps, warps))
     parts = [max(1, min(most, slots // (warps * rows))) for _, warps in shapes]

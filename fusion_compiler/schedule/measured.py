@@ -51,9 +51,9 @@ TRAITS: dict[str, Trait] = {
     "only_reduced": lambda a: not a.tall and not a.stores_rows,  # nothing is stored per element of a row
     "stored": lambda a: a.tall or a.stores_rows,
     "has_scans": lambda a: bool(a.scans),
-    "exponentials": lambda a: bool(a.online),  # sums of exponentials, which need registers
+    "exponentials": lambda a: bool(a.rescaled),  # sums of exponentials, which need registers
     # A reduction needs each element only once, which leaves registers for more warps.
-    "simple": lambda a: not (a.online or a.moments),
+    "simple": lambda a: not (a.rescaled or a.moments),
     # Registers keep several tensors. A single one is read again from L2 or L1.
     "several_tensors": lambda a: a.full_loads > 1,
     # Random numbers, whose integers need registers beside the row.

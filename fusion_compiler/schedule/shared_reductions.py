@@ -94,8 +94,7 @@ class SharedReductions:
 
     def _refusal(self) -> str | None:
         for n in sorted(self.exchanged):
-            node, name = self.loops.nodes[n], self.loops.names[n]
-            assert isinstance(node, Reduce)
+            node, name = self.loops.reduction(n), self.loops.names[n]
             if accumulator_dtype(node).itemsize != 4:
                 return f"{name} has {node.dtype}, whose values do not fit in a message"
             kept = [leaf for leaf in self.where.depends[n] if leaf.place in (Place.LANES, Place.LOOP)]

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
-from fusion_compiler.ir.loops import Value
-from fusion_compiler.schedule.carried import Carried, carried_of
+from fusion_compiler.ir.loops import Compute, Constant, LoopNest, Value
+from fusion_compiler.schedule.carried import (
+    Carried,
+    Values,
+    carried_of,
+    rescaled,
+    squares_of,
+    step_of,
+)
+from fusion_compiler.schedule.carried import (
+    Terms as CarriedTerms,
+)
 from fusion_compiler.schedule.placement import Placement
 from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.verifier import refusal
@@ -49,6 +63,10 @@ def twice(nest: Chain, value: Value) -> Value:
     return nest.mul(value, nest.constant(2.0))
 
 
+def guarded(nest: Chain, value: Value) -> Value:
+    return nest.where(nest.compare("gt.Scalar", value, -(2**62)), value, 0.0)
+
+
 CARRIED: dict[str, Terms] = {
     "exp(x - m)": lambda n, x, w: shifted(n, x),
     "exp(x - m) * x": lambda n, x, w: n.mul(shifted(n, x), w),
@@ -85,6 +103,10 @@ REFUSED: dict[str, tuple[Terms, str]] = {
     "too small a shift": (
         lambda n, x, w: n.exp(n.sub(twice(n, x), top(n, x))),
         "exp(x - m) is not bounded by its maximum",
+    ),
+    "a guarded maximum": (
+        lambda n, x, w: n.exp(n.sub(x, guarded(n, top(n, x)))),
+        "exp(x - where(gt(m), m, 0)) is not bounded by its maximum",
     ),
     "no exponential": (
         lambda n, x, w: n.mul(n.op("rsqrt.default", n.call("v", n.over("sum", n.mul(x, x), "j"))), w),
@@ -175,3 +197,69 @@ def test_a_carried_reduction_needs_a_loop() -> None:
     )
     reason = "l is carried by a loop over its axis, and there are 0"
     assert refusal(nest.nest(), Placement.parse(text)) == reason
+
+
+@dataclass(frozen=True)
+class Numbers(Values[Tensor]):
+    """Values that are tensors."""
+
+    loops: LoopNest
+
+    def computed(self, node: Compute, operands: Mapping[int, Tensor]) -> Tensor:
+        values = {name: operands[a.node] if isinstance(a, Value) else a for name, a in node.operands}
+        return node.target(*values.values())
+
+    def fixed(self, number: int) -> Tensor:
+        node = self.loops.nodes[number]
+        return torch.tensor(node.value if isinstance(node, Constant) else 0.0, dtype=torch.float64)
+
+    def finite(self, number: int, value: Tensor) -> Tensor:
+        return torch.where(value.isfinite(), value, 0.0)
+
+    def combined(self, operator: OpOverload, left: Tensor, right: Tensor) -> Tensor:
+        return operator(left, right)
+
+
+def test_sums_of_parts_are_merged_by_the_law() -> None:
+    """The sum of each of a row's three parts, one of them -inf, is moved to the maximum of all."""
+    nest = nests.chain(2, 2, 8, 4, 8, 4)
+    x = nest.tensor("x", "i", "j", dtype=torch.float32)
+    y = nest.sub(x, m := top(nest, x))
+    power = nest.exp(y)
+    plain = nest.call("l", nest.over("sum", power, "j"))
+    total = nest.call("r", nest.over("sum", nest.mul(power, y), "j"))
+    nest.result("out", nest.mul(plain, total), "i", dtype=torch.float32)
+    loops = nest.nest()
+    laws = [carried_of(loops, n.node) for n in (plain, total)]
+    row = 300 * torch.randn(3, 8, dtype=torch.float64)
+    row[1] = -torch.inf
+    peaks = row.amax(1)
+    finite = torch.where(peaks.isfinite(), peaks, 0.0)[:, None]
+    powers = (row - finite).exp()
+    sums = [powers.sum(1), torch.where(powers > 0, powers * (row - finite), 0.0).sum(1)]
+    values, moved = Numbers(loops), list[Tensor]()
+    for law, part in zip(laws, sums, strict=True):
+        assert isinstance(law, Carried)
+        step = partial(step_of, loops, before={m.node: peaks}, now={m.node: peaks.max()}, values=values)
+        moved.append(rescaled(law, part, moved[0] if moved else None, step, values))
+    off = row[row > -torch.inf] - peaks.max()
+    torch.testing.assert_close(moved[0].sum(), off.exp().sum())
+    torch.testing.assert_close(moved[1].sum(), (off.exp() * off).sum())
+
+
+def test_moments_of_parts_are_merged_by_the_law() -> None:
+    nest = nests.chain(2, 2, 8, 4, 8, 4)
+    x = nest.tensor("x", "i", "j", dtype=torch.float32)
+    total = nest.call("s", nest.over("sum", x, "j"))
+    mean = nest.mul(total, nest.constant(0.125))
+    off = nest.sub(x, mean)
+    squares = nest.call("r", nest.over("sum", nest.mul(off, off), "j"))
+    nest.result("out", squares, "i", dtype=torch.float32)
+    loops = nest.nest()
+    law, values = squares_of(loops, total.node, squares.node), Numbers(loops)
+    assert law.rank == CarriedTerms(loops, loops.reduction(squares.node)).rank() == 3
+    row = torch.randn(3, 8, dtype=torch.float64) + 1e4
+    now = {mean.node: row.mean()}
+    step = partial(step_of, loops, before={mean.node: row.mean(1)}, now=now, values=values)
+    moved = rescaled(law, row.var(1, correction=0) * 8, torch.tensor(8.0), step, values)
+    torch.testing.assert_close(moved.sum(), row.var(correction=0) * 24)

@@ -1,10 +1,11 @@
 """Compute attention of few queries in chunks of keys (Flash-Decoding, Dao et al., 2023).
 
-    of each chunk    m = max(s),    z = sum(exp(s - m)),    o = sum(exp(s - m) v) / z,    l = m + log(z)
-    of all           sum(exp(l - max(l)) o) / sum(exp(l - max(l)))
+    of each chunk    m = max(s),    z = sum(exp(s - m)),    o = sum(exp(s - m) v)
+    of all           sum(exp(m - max(m)) o) / sum(exp(m - max(m)) z)
 
-with the scores s of a chunk's keys. What is made of a chunk fits in a tile, so that the first line becomes
-one kernel; the second is another. Scores, their exponentials and sums are float32.
+with the scores s of a chunk's keys. The second line is how the law of carried reductions merges parts
+(docs/chains.md). What is made of a chunk fits in a tile, so that the first line becomes one kernel; the
+second is another. Scores, their exponentials and sums are float32.
 """
 
 from __future__ import annotations
@@ -52,24 +53,16 @@ def in_chunks(
     else:
         scores = scores + chunks(mask, 3, -math.inf).unsqueeze(-1).float()
     masked = mask is not None
-    peak, weights, total = _softmax(scores, KEYS, masked)
-    part = _divided((weights * matrices(value)).sum(KEYS, keepdim=True), total, masked)
-    if count == 1:
-        return part[:, :, :, 0, 0].to(query.dtype)
-    _, shares, total_share = _softmax(peak + total.log(), CHUNKS, masked)
-    result = _divided((shares * part).sum(CHUNKS, keepdim=True), total_share, masked)
+    peak, weights = _powers(scores, KEYS, masked)
+    total, part = (x.sum(KEYS, keepdim=True) for x in (weights, weights * matrices(value)))
+    if count > 1:
+        _, shares = _powers(peak, CHUNKS, masked)
+        total, part = ((shares * x).sum(CHUNKS, keepdim=True) for x in (total, part))
+    result = part / (total.clamp_min(TINY) if masked else total)  # zeros where no key is left
     return result[:, :, :, 0, 0].to(query.dtype)
 
 
-def _softmax(scores: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return max(x), exp(x - max(x)) and its sum along a dimension. masked: all values may be -inf."""
-    peak = scores.amax(dim, keepdim=True)
-    if masked:
-        peak = torch.where(peak == -math.inf, 0, peak)
-    weights = (scores - peak).exp()
-    return peak, weights, weights.sum(dim, keepdim=True)
-
-
-def _divided(x: Tensor, total: Tensor, masked: bool) -> Tensor:
-    """Return x / total, or zeros where the total has no key."""
-    return x / (total.clamp_min(TINY) if masked else total)
+def _powers(x: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor]:
+    """Return max(x) along a dimension, and exp(x - max(x)). masked: all values may be -inf."""
+    peak = x.amax(dim, keepdim=True)
+    return peak, (x - (torch.where(peak == -math.inf, 0, peak) if masked else peak)).exp()

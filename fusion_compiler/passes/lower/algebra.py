@@ -92,12 +92,12 @@ def factored_sums(loops: LoopNest) -> LoopNest:
     One pass then reads both operands of a norm and the matrix product after it, as the product no longer
     waits.
     """
-    reduced = {i: _reduced(loops, node) for i, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
-    over = {axes: [i for i, same in reduced.items() if same == axes] for axes in reduced.values()}
-    if len(over) == len(reduced):
+    reduced = {n: _reduced(loops, node) for n, node in enumerate(loops.nodes) if isinstance(node, Reduce)}
+    if len(set(reduced.values())) == len(reduced):
         return loops
     varies, new = loops.node_axes, Rebuilt(loops)
-    dependent = {axes: with_readers(loops, numbers) for axes, numbers in over.items()}
+    over = {axes: [n for n, of in reduced.items() if of == axes] for axes in reduced.values()}
+    late = {axes: with_readers(loops, numbers) for axes, numbers in over.items()}
     changed = False
 
     @functools.cache
@@ -105,7 +105,7 @@ def factored_sums(loops: LoopNest) -> LoopNest:
         """Split a product into the factors that vary over the terms and the invariant factors that depend on
         a reduction over the same axes."""
         number = _origin(loops, number)
-        if varies[number].isdisjoint(axes) and number in dependent[axes]:
+        if varies[number].isdisjoint(axes) and number in late[axes]:
             return None, (new.numbers[number],)
         factors = _factors(loops, number)
         if not factors:
@@ -220,11 +220,10 @@ def corrected_means(loops: LoopNest, halves: Collection[str]) -> LoopNest:
     if not means:
         return loops
     new = Rebuilt(loops)
-    for number, node in enumerate(loops.nodes):
+    for number in range(len(loops.nodes)):
         new.keep(number)
         if number in means:
-            assert isinstance(node, Reduce)
-            _correct(new, number, node, means[number])
+            _correct(new, number, loops.reduction(number), means[number])
     return new.done()
 
 
