@@ -130,8 +130,9 @@ class PlanData:
 
     @property
     def phase(self) -> str:
-        """Return "forward", "backward" or "inference", which the plan's name has behind the graph's."""
-        return self.name.partition(".")[2].partition(".")[0]
+        """Return "forward", "backward" or "inference". In a plan's name, it is behind the graph's name, and has
+        a number in the second form of a backward graph (with fewer gradients)."""
+        return self.name.partition(".")[2].partition(".")[0].rstrip("0123456789")
 
     @property
     def refusals(self) -> Decisions:

@@ -72,7 +72,7 @@ class Compression:
     feedback: add what a gradient lost to the gradient of the next microbatch.
     """
 
-    ratio: float = 4.0
+    ratio: float = 5.0
     keep: float | None = None
     bits: Bits = 8
     feedback: bool = False

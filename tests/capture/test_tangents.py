@@ -48,6 +48,7 @@ def test_any_set_of_results_may_be_trained_on(backend: str) -> None:
         "graph0.forward",
         *(f"graph0.backward{i}" for i in ("", 2, 3, 4, 5)),
     ]
+    assert [p.phase for p in fast.plan] == ["forward"] + 5 * ["backward"]
 
 
 class Transposed(nn.Module):
