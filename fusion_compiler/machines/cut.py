@@ -169,11 +169,12 @@ class Chain:
 @dataclass(frozen=True)
 class Cuts:
     """The cuts say where each stage begins, after the first. us: of the slowest stage or link. total: of all
-    stages and links, one after the other."""
+    stages and links, one after the other. stage_us: of the slowest stage."""
 
     at: tuple[int, ...]
     us: float
     total: float
+    stage_us: float
 
 
 def cut(chain: Chain, places: Sequence[Place]) -> Cuts | None:
@@ -192,7 +193,8 @@ def filling(chain: Chain, places: Sequence[Place], limit: float) -> Cuts:
 def improve(
     chain: Chain, places: Sequence[Place], starts: Sequence[Cuts], step_us: Callable[[Cuts], float]
 ) -> Cuts:
-    """Return the tried cuts whose simulated step is the shortest.
+    """Return the tried cuts whose simulated step is the shortest, and of equal ones those with the fastest
+    stages: where links decide, balanced stages gain once the links are compressed.
 
     A step of few microbatches also has to fill and drain the pipeline, and a message's way there and back may
     be longer than any stage. So cuts with a longer bottleneck and a shorter sum are tried beside `starts`, of
@@ -200,24 +202,41 @@ def improve(
     shorter.
     """
     tried = [*starts, *(filling(chain, places, starts[0].us * slack) for slack in SLACKS)]
-    seeds = sorted({c.at: c for c in tried}.values(), key=step_us)[:SEEDS]
-    return min((descend(chain, places, seed, step_us) for seed in seeds), key=step_us)
+
+    def rank(cuts: Cuts) -> tuple[float, float]:
+        return round(step_us(cuts), 3), cuts.stage_us
+
+    seeds = sorted({c.at: c for c in tried}.values(), key=rank)[:SEEDS]
+    return min((descend(chain, places, seed, rank) for seed in seeds), key=rank)
 
 
-def descend(chain: Chain, places: Sequence[Place], best: Cuts, step_us: Callable[[Cuts], float]) -> Cuts:
+def descend(
+    chain: Chain, places: Sequence[Place], best: Cuts, rank: Callable[[Cuts], tuple[float, float]]
+) -> Cuts:
     """Return cuts that no move of one, or of neighbouring ones together, makes better."""
-    us, moved = step_us(best), True
-    runs = list(itertools.combinations(range(len(best.at) + 1), 2))
+    least, moved = rank(best), True
     while moved:
         moved = False
-        for (first, last), distance in itertools.product(runs, MOVES):
-            at = tuple(g + distance * (first <= i < last) for i, g in enumerate(best.at))
+        for at in moves(chain, best.at):
             if list(at) != sorted(set(at)) or at[0] < 1 or at[-1] >= chain.groups:
                 continue
             cuts = price(chain, places, at)
-            if cuts.us < float("inf") and (shorter := step_us(cuts)) < us * (1 - 1e-9):
-                us, best, moved = shorter, cuts, True
+            if cuts.us < float("inf") and (lower := rank(cuts)) < least:
+                least, best, moved = lower, cuts, True
     return best
+
+
+def moves(chain: Chain, at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield cuts of which neighbouring ones are moved by a few groups, or one to the next place before or
+    behind it where no more is sent."""
+    runs = itertools.combinations(range(len(at) + 1), 2)
+    for (first, last), distance in itertools.product(runs, MOVES):
+        yield tuple(g + distance * (first <= i < last) for i, g in enumerate(at))
+    sent = np.maximum(*chain.crossing)
+    for i, g in enumerate(at):
+        others = np.flatnonzero(sent[1 : chain.groups] <= sent[g]) + 1
+        for other in (*others[others < g][-1:], *others[others > g][:1]):
+            yield (*at[:i], int(other), *at[i + 1 :])
 
 
 def least(
@@ -249,10 +268,10 @@ def price(chain: Chain, places: Sequence[Place], at: Sequence[int]) -> Cuts:
     ends = list(itertools.pairwise((0, *at, chain.groups)))
     fit = [np.isfinite(chain.stage_us(place)[i, j]) for place, (i, j) in zip(places, ends, strict=True)]
     if not all(fit):
-        return Cuts(tuple(at), float("inf"), float("inf"))
+        return Cuts(tuple(at), *3 * (float("inf"),))
     stages, links = chain.times(places, at)
     us = [*map(sum, stages), *map(max, links)]
-    return Cuts(tuple(at), max(us), sum(us))
+    return Cuts(tuple(at), max(us), sum(us), max(map(sum, stages)))
 
 
 # The order of the machines.
