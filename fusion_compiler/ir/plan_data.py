@@ -130,8 +130,8 @@ class PlanData:
 
     @property
     def phase(self) -> str:
-        """Return "forward", "backward" or "inference". In a plan's name, it is behind the graph's name, and has
-        a number in the second form of a backward graph (with fewer gradients)."""
+        """Return "forward", "backward" or "inference", which the plan's name has behind the graph's. A second
+        form of a backward graph, with fewer gradients, has a number there."""
         return self.name.partition(".")[2].partition(".")[0].rstrip("0123456789")
 
     @property
