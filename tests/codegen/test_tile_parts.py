@@ -169,7 +169,7 @@ def test_a_loop_is_repeated_for_what_needs_a_sum_over_it_and_for_nothing_else() 
 @pytest.mark.parametrize(
     ("text", "dtype", "reason"),
     [
-        (PLACEMENTS[6], torch.float64, "no message has room"),
+        (PLACEMENTS[6], torch.float64, "do not fit in a message"),
         ("place(n, GRID); place(g, LANES); place(c, SHARED); place(s, LANES)", torch.float32, "element of g"),
         ("place(n, GRID); place(g, GRID); place(c, GRID); place(s, LANES)", torch.float32, "programs share"),
         ("place(n, GRID); place(s, LOOP); place(c, LOOP); place(g, LANES)", torch.float32, "room for each"),
