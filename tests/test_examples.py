@@ -135,6 +135,6 @@ def test_an_optimizer_of_ones_own_is_one_kernel(capsys: pytest.CaptureFixture[st
 def test_two_processes_train_one_model(capfd: pytest.CaptureFixture[str]) -> None:
     machines.main(processes=2)
     out = capfd.readouterr().out
-    assert "8 bits: the link takes 100% of the slowest link's time" in out
+    assert "4 bits: the link takes 100% of the slowest link's time" in out
     first, last = out.split("\nloss ")[1].split(" in ")[0].split(" -> ")
     assert float(last) < float(first) / 10

@@ -17,7 +17,8 @@ from fusion_compiler.errors import IndexRangeError
 from fusion_compiler.ir.canonical import canonical
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Kernel, Program
-from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for
+from tests.disassembly import instructions
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 

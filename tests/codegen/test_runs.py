@@ -13,8 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
-from fusion_compiler.runtime.target import compile_for, instructions
+from fusion_compiler.runtime.target import compile_for
 from tests.codegen.test_dependent_launch import programs_of
+from tests.disassembly import instructions
 from tests.exactness import Compiled, not_as_close, wide
 
 Function = Callable[..., Tensor]

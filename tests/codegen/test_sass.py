@@ -14,7 +14,8 @@ import pytest
 import triton
 
 from fusion_compiler.ir.kernel import Kernel
-from fusion_compiler.runtime.target import Binary, compile_for, instructions
+from fusion_compiler.runtime.target import Binary, compile_for
+from tests.disassembly import instructions
 from tests.golden_cases import FOLDER, parse_kernels
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -242,7 +242,7 @@ def test_size_expressions_are_exact() -> None:
         for x in values:
             (got,) = evaluate((expression,), program, (x, 49))
             assert got == expected(x, 49) and isinstance(got, int), (expression, x)
-    with pytest.raises(ValueError, match="no sizes"):
+    with pytest.raises(ValueError, match="not sizes"):
         dim_source(a + sympy.Symbol("z"), (a,))
 
 
