@@ -208,7 +208,7 @@ def wrap(target: nn.Module | Callable[..., Any], compiling: Compiling, recompile
 
 @dataclass(frozen=True)
 class Compiling:
-    """The object has what all functions of one compiled object are compiled with.
+    """The settings and callbacks with which all functions of one compiled object are compiled.
 
     plans: filled by the backend; it becomes `.plan`.
     dynamic, fullgraph: as torch.compile's. strict: fullgraph, with an error of our own.

@@ -160,7 +160,7 @@ def completed(
 
 @dataclass(frozen=True)
 class _Merged(Values[int]):
-    """Values that are nodes of a second stage. nodes: the nodes so far. numbers: each nest's node's number.
+    """Values that are nodes of a second stage. nodes: the nodes so far. numbers: of the first stage's nodes.
     axes: the axes along which x varies. moved: new numbers of the axes that remain."""
 
     loops: LoopNest
@@ -194,8 +194,8 @@ class _Merged(Values[int]):
         return self.add(applied(self.nodes, WHERE, is_finite, value, zero, dtype=dtype))
 
     def rescale(self, of: Carried, parts: Mapping[int, int]) -> int:
-        """Return the last node, a part of a reduction, multiplied by h(all) / h(part). parts: the parts of
-        others, those of sums multiplied."""
+        """Return the last node, a part of a reduction, as it is with the maxima of all parts. parts: the
+        parts of the reductions before it, of which sums are rescaled already."""
         before, now = ({n: numbers[n] for n in of.reads} for numbers in (parts, self.numbers))
         step = functools.partial(step_of, self.loops, before=before, now=now, values=self)
         plain = None if of.plain is None else parts[of.plain]

@@ -214,15 +214,15 @@ def descend(
     chain: Chain, places: Sequence[Place], best: Cuts, rank: Callable[[Cuts], tuple[float, float]]
 ) -> Cuts:
     """Return cuts that no move of one, or of neighbouring ones together, makes better."""
-    least, moved = rank(best), True
+    best_rank, moved = rank(best), True
     while moved:
         moved = False
         for at in moves(chain, best.at):
             if list(at) != sorted(set(at)) or at[0] < 1 or at[-1] >= chain.groups:
                 continue
             cuts = price(chain, places, at)
-            if cuts.us < float("inf") and (lower := rank(cuts)) < least:
-                least, best, moved = lower, cuts, True
+            if cuts.us < float("inf") and (lower := rank(cuts)) < best_rank:
+                best_rank, best, moved = lower, cuts, True
     return best
 
 
@@ -268,7 +268,7 @@ def price(chain: Chain, places: Sequence[Place], at: Sequence[int]) -> Cuts:
     ends = list(itertools.pairwise((0, *at, chain.groups)))
     fit = [np.isfinite(chain.stage_us(place)[i, j]) for place, (i, j) in zip(places, ends, strict=True)]
     if not all(fit):
-        return Cuts(tuple(at), *3 * (float("inf"),))
+        return Cuts(tuple(at), us=float("inf"), total=float("inf"), stage_us=float("inf"))
     stages, links = chain.times(places, at)
     us = [*map(sum, stages), *map(max, links)]
     return Cuts(tuple(at), max(us), sum(us), max(map(sum, stages)))

@@ -43,9 +43,9 @@ class Pipeline(PipelinePlan):
         """Return this plan with the times of its stages measured on this machine, divided by the machines'
         `speed`, and the step that follows from them.
 
-        args, kwargs: of one microbatch, on the model's device. prepare: makes of a stage's module what runs,
-        as `fc.compile` does. The model's gradients and buffers are afterwards what they were. Raises
-        MachinesError if the model is on the meta device.
+        args, kwargs: the arguments of one microbatch, on the model's device. prepare: returns the callable
+        that runs for a stage's module, as `fc.compile` does. The model keeps its gradients and buffers.
+        Raises MachinesError if the model is on the meta device.
         """
         if any(p.is_meta for p in self.graph.parameters()):
             detail = "a model on the meta device cannot run"
@@ -77,12 +77,6 @@ class Pipeline(PipelinePlan):
         """
         return tuple(map(self._module, self.stages))
 
-    @property
-    def split_policy(self) -> Callable[[fx.GraphModule], fx.GraphModule]:
-        """Return what `torch.distributed.pipelining.pipeline` takes as its `split_policy`; it raises
-        OtherGraphError for another graph. That function gives each stage a copy of a tied weight."""
-        return self._split
-
     def _module(self, stage: Stage) -> fx.GraphModule:
         nodes = {node.name: node for node in self.graph.graph.nodes}
         graph = fx.Graph()
@@ -110,9 +104,12 @@ class Pipeline(PipelinePlan):
             graph.set_codegen(type(codegen)(codegen.pytree_info._replace(out_spec=None)))
         return fx.GraphModule(self.graph, graph, class_name=f"Stage{stage.number}")
 
-    def _split(self, traced: fx.GraphModule) -> fx.GraphModule:
-        """Insert a `pipe_split` before each stage but the first, and the operators that it repeats behind
-        that."""
+    def split_policy(self, traced: fx.GraphModule) -> fx.GraphModule:
+        """Insert a `pipe_split` before each stage but the first, and behind it the operators that the stage
+        repeats. Pass this method to `torch.distributed.pipelining.pipeline` as its `split_policy`.
+
+        That function gives each stage a copy of a tied weight. Raises OtherGraphError for another graph.
+        """
         share_names(traced)
         nodes: Mapping[str, fx.Node] = {node.name: node for node in traced.graph.nodes}
         for node in self.graph.graph.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,39 @@ SAVED, LENT = "saved", "lent"  # those for a backward pass, or the caller's
 ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is built with CUDA
 
 
+class Holder(Protocol):
+    """A holder is a CUDA graph whose results may lie in the pool after its replay.
+
+    number: its place in the order of captures. kept: bytes that it keeps between replays. beside: memory that
+    was allocated while it was captured, so that no replay writes there. is_released: True if the memory of
+    what it saves is not allocated any more.
+    """
+
+    number: int
+    kept: int
+    beside: frozenset[Memory]
+    is_released: bool
+
+    @property
+    def is_awaited(self) -> bool: ...
+
+    @property
+    def held(self) -> set[Memory]: ...
+
+    @property
+    def allocated(self) -> set[Memory]: ...
+
+    def call_in(self) -> None: ...
+
+
+class Owner(Protocol):
+    """An owner has the CUDA graphs of one captured graph."""
+
+    recordings: list[Any]
+
+    def give_back(self) -> None: ...
+
+
 class Pool:
     """A pool is the device memory of CUDA graphs that are replayed one at a time, on the stream of the first
     capture.
@@ -27,8 +60,6 @@ class Pool:
     copy stays allocated: lent results while the graph exists, what it saves until the backward pass that
     reads it is captured. A replay may write anywhere but to memory that was allocated when it was captured:
     `may_replay` allows it only where nobody holds results in other memory of the pool.
-
-    The graphs are `recording.Recording`s, and their owners `recording.Recorder`s, which import this module.
     """
 
     def __init__(self, index: int, limit: float | int) -> None:
@@ -38,15 +69,15 @@ class Pool:
         self._memory: tuple[Any, torch.cuda.Stream] | None = None  # PyTorch's pool, and the capturing stream
         self._stream: torch.cuda.Stream | None = None  # on which the graphs are replayed
         self._captures = 0
-        self._pending: list[Any] = []  # replayed graphs whose results somebody may hold
+        self._pending: list[Holder] = []  # replayed graphs whose results somebody may hold
         self._refused = 0  # captures before the last one that could not be made
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
     def is_beside(self) -> bool:
         """True if the current stream is not the one on which the graphs are replayed."""
         return self._stream is not None and torch.cuda.current_stream(self.index) != self._stream
 
-    def may_replay(self, recording: Any) -> bool:
+    def may_replay(self, recording: Holder) -> bool:
         """True if a replay overwrites nothing that somebody still holds, be it of its own last replay."""
         held = [(other, memory) for other in self._pending if (memory := other.held)]
         self._pending = [other for other, _ in held]
@@ -59,12 +90,12 @@ class Pool:
         self._refused = self._captures
         return False
 
-    def is_in_the_way(self, recording: Any) -> bool:
+    def is_in_the_way(self, recording: Holder) -> bool:
         """True if a graph should be captured again, so that others can be captured while somebody holds its
         saved values: their memory is allocated again until its backward is captured as well."""
         return recording.is_released and recording.number <= self._refused
 
-    def call_in(self, recording: Any) -> bool:
+    def call_in(self, recording: Holder) -> bool:
         """Have graphs lend no more whose lent results keep `recording` from being replayed. Return False if
         there are none."""
         lenders = [other for other in self._pending if (other.number, LENT) in other.held - recording.beside]
@@ -77,14 +108,14 @@ class Pool:
         recordings = (recording for owner in self._owners for recording in owner.recordings)
         return frozenset[Memory]().union(*(r.allocated for r in (*recordings, *self._pending)))
 
-    def replays(self, recording: Any) -> None:
+    def replays(self, recording: Holder) -> None:
         """Remember that somebody may hold results of `recording` from now on."""
         if recording not in self._pending:
             self._pending.append(recording)
 
     # -- how much is kept ----------------------------------------------------------------------------
 
-    def register(self, owner: Any) -> None:
+    def register(self, owner: Owner) -> None:
         """Count what the graphs of `owner` keep, and drop them where memory runs out."""
         self._owners.add(owner)
 
