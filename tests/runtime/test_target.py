@@ -280,21 +280,21 @@ from fusion_compiler.runtime.progress import Progress
 from tests.runtime.test_target import fresh_build
 
 builds.prepare()
-background = BackgroundBuilds([fresh_build(300 + i) for i in range(60)], Progress(enabled=False))
+background = BackgroundBuilds([fresh_build(1000 + i) for i in range(1000)], Progress(enabled=False))
 assert background.is_needed
 print(background._thread.is_alive())
 """
 
 
 def test_a_process_ends_whatever_is_being_compiled(triton_cache: Path) -> None:
-    """Within the seconds of a few kernels, with nothing said and no server left."""
+    """Within the seconds of a few kernels of a thousand, with nothing said and no server left."""
     settings = os.environ | {"TRITON_CACHE_DIR": str(triton_cache)}
     run = [sys.executable, "-c", LEAVING]
     left = subprocess.run(run, capture_output=True, text=True, env=settings, timeout=60)
     assert (left.returncode, left.stdout, left.stderr) == (0, "True\n", "")
     compiled = len(list(triton_cache.glob("*/__grp__row_softmax.json")))
     time.sleep(1.0)
-    assert len(list(triton_cache.glob("*/__grp__row_softmax.json"))) == compiled < 60
+    assert len(list(triton_cache.glob("*/__grp__row_softmax.json"))) == compiled < 1000
 
 
 def test_a_launcher_that_does_not_load_is_removed_and_nothing_else(
