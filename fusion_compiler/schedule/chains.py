@@ -11,7 +11,7 @@ from fusion_compiler.ir.loops import LoopNest, Reduce, with_operands
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.products import sums_of_products
 
-MOST_ROWS = 2  # axes of a tile that no product sums over
+MOST_APART = 2  # axes that one factor of the first products has and the other has not: rows and columns
 MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
 
 
@@ -45,7 +45,7 @@ class Chain:
         ends = last or [n for n, o in others if n not in sums and with_operands(loops, (o,)) & sums.keys()]
         if not ends or not all(loops.reduction(n).axes == loops.reduction(ends[0]).axes for n in ends):
             return None
-        reduced, rows, features = loops.reduction(ends[0]).axes, set[int](), set[int]()
+        reduced, apart, features = loops.reduction(ends[0]).axes, set[int](), set[int]()
         for n in last:
             left, right = sums[n]
             computed = left if not sums.keys().isdisjoint(with_operands(loops, (left,))) else right
@@ -54,8 +54,9 @@ class Chain:
         for n in sums.keys() - set(last):
             left, right = sums[n]
             features |= loops.reduction(n).axes
-            rows |= (varies[left] ^ varies[right]) - reduced
-        if len(reduced) != 1 or not 1 <= len(rows) <= MOST_ROWS or features & (reduced | rows):
+            apart |= varies[left] ^ varies[right]
+        rows = apart - reduced
+        if len(reduced) != 1 or not rows or len(apart) > MOST_APART or features & (reduced | rows):
             return None
         sizes = [loops.axes[k].size for k in features]
         if not all(isinstance(size, int) and size <= MOST_FEATURES for size in sizes):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 TINY = 1e-30  # what a sum of exponentials is at least, unless no key is left
+LEAST = torch.finfo(torch.float32).min  # of a score of a key that is left
 CHUNKS, KEYS = 3, 4  # dimensions of [batch, heads, queries, chunks, keys of a chunk, size]
 
 
@@ -53,16 +54,14 @@ def in_chunks(
     else:
         scores = scores + chunks(mask, 3, -math.inf).unsqueeze(-1).float()
     masked = mask is not None
-    peak, weights = _powers(scores, KEYS, masked)
+    peak = scores.amax(KEYS, keepdim=True)
+    weights = (scores - peak).exp()
+    if masked:  # all keys of a chunk may be: then the difference is that of two infinities
+        weights = torch.where(scores == -math.inf, 0, weights)
     total, part = (x.sum(KEYS, keepdim=True) for x in (weights, weights * matrices(value)))
     if count > 1:
-        _, shares = _powers(peak, CHUNKS, masked)
+        largest = peak.amax(CHUNKS, keepdim=True)
+        shares = (peak - (largest.clamp_min(LEAST) if masked else largest)).exp()
         total, part = ((shares * x).sum(CHUNKS, keepdim=True) for x in (total, part))
     result = part / (total.clamp_min(TINY) if masked else total)  # zeros where no key is left
     return result[:, :, :, 0, 0].to(query.dtype)
-
-
-def _powers(x: Tensor, dim: int, masked: bool) -> tuple[Tensor, Tensor]:
-    """Return max(x) along a dimension, and exp(x - max(x)). masked: all values may be -inf."""
-    peak = x.amax(dim, keepdim=True)
-    return peak, (x - (torch.where(peak == -math.inf, 0, peak) if masked else peak)).exp()
