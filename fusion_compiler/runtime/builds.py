@@ -199,7 +199,7 @@ def compile_build(build: Build) -> CompiledKernel:
 
     Triton writes each file of an entry under another name and moves it, so a killed process
     leaves no half file; but it believes whatever it finds. A damaged entry (a truncated file, a
-    flipped bit) is noticed by the checksum beside it, which is looked at first, or by failing to load,
+    flipped bit, no checksum) is noticed by the checksum beside it, or by failing to load, and is
     removed, and compiled again. Raises what Triton raises when the kernel itself does not compile.
     """
     import triton
@@ -219,7 +219,7 @@ def compile_build(build: Build) -> CompiledKernel:
             forget(build)
             cached = False
             kernel = triton.compile(**_arguments(build))
-        if not cached or not _seal_of(build).exists():
+        if not cached:
             _seal(_seal_of(build))
         return kernel
 
@@ -239,15 +239,15 @@ def checksum(seal: Path) -> str:
 
 
 def _is_whole(seal: Path) -> bool:
-    """True unless the entry's checksum exists and differs. Without one there is nothing to compare."""
+    """True if an entry has the checksum that it should hold. A driver may crash on a truncated one."""
     try:
-        return not seal.is_file() or seal.read_text(errors="replace") == checksum(seal)
-    except OSError:  # another process is removing it
+        return seal.read_text(errors="replace") == checksum(seal)
+    except OSError:  # it has none, or another process is removing it
         return False
 
 
 def _seal(seal: Path) -> None:
-    with contextlib.suppress(OSError):  # unsealed is as good as Triton leaves it
+    with contextlib.suppress(OSError):  # an entry without one is compiled again
         digest = checksum(seal)
         handle, temporary = tempfile.mkstemp(dir=seal.parent)
         with os.fdopen(handle, "w") as stream:

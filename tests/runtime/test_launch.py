@@ -667,7 +667,7 @@ def test_a_damaged_entry_is_replaced_on_the_device(
     Runner((add_bf16(),), no_fallback, name="c", strict=True)(a, b)
     (cubin,) = tmp_path.rglob("elementwise.cubin")
     for seal in tmp_path.rglob("*.sha256"):
-        seal.unlink()  # so that only the driver can notice
+        seal.unlink()  # as if the process had been killed before it wrote one
     cubin.write_bytes(damage(cubin.read_bytes()))
     cuda.gpu_of.cache_clear()
     run = Runner((add_bf16(),), no_fallback, name="c", strict=True)
