@@ -20,7 +20,7 @@ exponential of -inf - -inf would be NaN. Rows that are -inf to the end become Na
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -74,7 +74,7 @@ class CarryingEmitter(ChainEmitter):
     loop's bases. dots: the products of two tiles.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
     plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
-    span: the part of a loop that is emitted. holding: the conditions that hold in it.
+    span: the part of a loop that is emitted. holding: the values that conditions have in it.
     compared: nodes that are only compared; as positions they need no 64 bits.
     """
 
@@ -95,7 +95,7 @@ class CarryingEmitter(ChainEmitter):
         others = {o for node, o in readers if not isinstance(node, Compute) or node.spec.compare is None}
         self.compared = frozenset() if self.wide else {o for _, o in readers} - others
         self.span: tuple[Leaf, Span] | None = None
-        self.holding: Collection[int] = frozenset()
+        self.holding: Mapping[int, bool] = {}
         self.plain_maxima = plain_peaks(self.loops, carried)
 
     # -- dimensions --------------------------------------------------------------------------------------
@@ -149,13 +149,14 @@ class CarryingEmitter(ChainEmitter):
 
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
         bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
-        live = [] if bounds is None else [bound for of_condition in bounds.values() for bound in of_condition]
+        live = [] if bounds is None else [bound for _, of_part in bounds.values() for bound in of_part]
         spans = [] if bounds is None else spans_of(self, loop, live)
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
-            self.holding = bounds.keys() if bounds and span is not None and span.is_full else frozenset()
+            is_full = bounds is not None and span is not None and span.is_full
+            self.holding = {n: value for n, (value, _) in bounds.items()} if bounds and is_full else {}
             yield
-        self.span, self.holding = None, frozenset()
+        self.span, self.holding = None, {}
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
         """Return the conditions that hold for every term that changes any of some reductions."""
@@ -163,7 +164,7 @@ class CarryingEmitter(ChainEmitter):
         for node in map(self.reduction, numbers):
             neutral = 0 if node.combine == "sum" else PEAKS.get(node.combine, math.nan)
             bounds = bounds_of(self.loops, node.operand, neutral)
-            common = bounds if common is None else {n: b for n, b in common.items() if n in bounds}
+            common = bounds if common is None else {n: b for n, b in common.items() if bounds.get(n) == b}
         return common or {}
 
     def values_of(self, loop: Leaf) -> Range:
@@ -173,7 +174,7 @@ class CarryingEmitter(ChainEmitter):
         return replace(values, start=self.span[1].start, end=self.span[1].end)
 
     def literal(self, number: int) -> float | bool | None:
-        return True if number in self.holding else super().literal(number)
+        return self.holding.get(number, super().literal(number))
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         is_full = self.span is not None and self.span[1].is_full
@@ -251,6 +252,7 @@ class CarryingEmitter(ChainEmitter):
         if of is None and number not in self.bases and number not in self.dots:
             with self.dimensions(lanes):
                 super().end(number)
+                self.used.setdefault(number, {})[self.lanes] = None
             return
         with self.dimensions(lanes):
             tile, is_part = self.sums.pop(number), number in self.sharing.partial

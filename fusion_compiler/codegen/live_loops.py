@@ -42,11 +42,10 @@ class Edge:
 
     def expression(self, e: Emitter) -> Expression:
         last = [c * (cast(int, leaf.extent) - 1) for leaf, c in self.parts]
-        low = self.const + sum(c for c in last if c < 0)
-        high = self.const + sum(c for c in last if c > 0)
+        const = self.const // self.block * self.block if self.is_multiple else self.const
+        low, high = (const + sum(c for c in last if c * sign > 0) for sign in (-1, 1))
         if not self.parts or low >= self.most or high <= 0:
             return lift(self.at(0.0))
-        const = self.const // self.block * self.block if self.is_multiple else self.const
         value = e.sum_of([(e.element(leaf), c) for leaf, c in self.parts], const)
         value = value if low >= 0 else tl.maximum(value, 0)
         value = value if self.is_multiple else value // self.block * self.block
@@ -118,9 +117,10 @@ def spans_of(e: Emitter, loop: Leaf, bounds: Iterable[Bound]) -> list[Span]:
     full_start, full_end = full_first.expression(e), full_last.expression(e)
     spans = [Span(full_start, full_end, True)]
     if len(starts) > 1:
-        spans.insert(0, Span(start, tl.minimum(full_start, end), False))
-        full_end = tl.maximum(full_start, full_end)
-    return spans if full_end == end else [*spans, Span(full_end, end, False)]
+        spans.insert(0, Span(start, tl.minimum(full_start, end) if len(ends) > 1 else full_start, False))
+    if full_end == end:
+        return spans
+    return [*spans, Span(tl.maximum(full_start, full_end) if len(starts) > 1 else full_end, end, False)]
 
 
 Parts = tuple[tuple[Leaf, int], ...]

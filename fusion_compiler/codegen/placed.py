@@ -57,6 +57,7 @@ from fusion_compiler.ir.loops import (
     Random,
     Reduce,
     Store,
+    arity_of,
     conjuncts_of,
     is_applied,
     operand_of,
@@ -1021,7 +1022,7 @@ class Emitter:
                         finite = (o in zero or isinstance(nodes[o], Constant) for o in operands)
                         is_zero = not zero.isdisjoint(operands) and all(finite)
                     else:
-                        is_zero = node.spec.keeps_zero and len(operands) == _arity(node) > 0
+                        is_zero = node.spec.keeps_zero and len(operands) == arity_of(node) > 0
                         is_zero = is_zero and zero.issuperset(operands)
                 case _:
                     is_zero = False
@@ -1106,6 +1107,3 @@ def _axes(index: Index) -> frozenset[int]:
 def _is_nonempty(within: InRange) -> bool:
     return isinstance(within.low, int) and isinstance(within.high, int) and within.low < within.high
 
-
-def _arity(node: Compute) -> int:
-    return sum(name in ("self", "other") for name, _ in node.operands)

@@ -268,6 +268,11 @@ def operand_of(node: Compute, name: str) -> int | None:
     return value.node if isinstance(value, Value) else None
 
 
+def arity_of(node: Compute) -> int:
+    """Return how many operands an expression has, values and literals, if it has one or two."""
+    return sum(name in ("self", "other") for name, _ in node.operands)
+
+
 def number_of(nodes: Sequence[Node], node: Compute, name: str) -> float | None:
     """Return an operand that is a literal or a constant; None for a value that is computed."""
     operand = dict(node.operands).get(name)

@@ -21,4 +21,6 @@ BITS_NOT, BITS_AND, RIGHT_SHIFT = (
     aten.bitwise_not.default, aten.bitwise_and.Tensor, aten.bitwise_right_shift.Tensor,
 )  # fmt: skip
 WHERE, CAST = aten.where.self, aten._to_copy.default
+MASKED_FILL = aten.masked_fill.Scalar
+OF_BOOLEANS = {BITS_AND: AND, aten.bitwise_or.Tensor: OR}  # what operators on bits are for booleans
 

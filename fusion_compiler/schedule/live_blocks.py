@@ -9,9 +9,10 @@ whether it holds anywhere and everywhere.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion_compiler.ir.loops import (
@@ -19,17 +20,21 @@ from fusion_compiler.ir.loops import (
     Constant,
     Coordinate,
     InRange,
+    Load,
     LoopNest,
+    Node,
+    Reduce,
     Value,
-    conjuncts_of,
+    arity_of,
     is_applied,
+    number_of,
     operand_of,
     operands_of,
-    pair_of,
     rounding_of,
     source_of,
+    with_operands,
 )
-from fusion_compiler.ops.arithmetic import ADD, BITS_NOT, CAST, EXP, MUL, SUB, WHERE
+from fusion_compiler.ops.arithmetic import ADD, AND, BITS_NOT, CAST, DIV, EXP, MUL, OR, SUB, WHERE
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,9 @@ class Bound:
 
 
 Sum = tuple[Mapping[int, int], int]  # coefficients by axis, and a constant
-Bounds = Mapping[int, tuple[Bound, ...]]  # by the node of a condition that holds where all of them do
+# By the node of a condition: its value where no mask leaves an element out, and the bounds that it means.
+Bounds = Mapping[int, tuple[bool, tuple[Bound, ...]]]
+LOWEST = -1e30  # a mask that adds this makes exp(s - max(s)) zero, if an element of the row has none
 
 _COMPARISONS: Mapping[object, Callable[[Sum], tuple[Sum, ...]]] = {
     operator.ge: lambda s: (s,),
@@ -63,32 +70,129 @@ _OPPOSITES: Mapping[object, object] = {
 
 def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
     """Return the conditions outside of which a node is zero or -inf (`neutral`), as far as they are bounds on
-    axes. Other operands are taken to be finite: zero times a value that is masked is zero."""
-    node, bounds = loops.nodes[source_of(loops.nodes, number)], dict[int, tuple[Bound, ...]]()
-    if is_applied(node, WHERE):
+    axes. Other operands are taken to be finite: zero times a value that is masked is zero.
+
+    Masks of the lowest finite number count as -inf if they leave an element in each row and column.
+    """
+    reading = _Reading(loops)
+    bounds = reading.bounds(number, neutral)
+    if not reading.lowest or (reading.is_complete and _leave_some(loops, bounds, reading.loaded)):
+        return bounds
+    return {n: of_part for n, of_part in bounds.items() if n not in reading.lowest}
+
+
+class _Reading:
+    """A reading of a value's masks.
+
+    lowest: the conditions of masks with the lowest finite number. is_complete: False if there are masks that
+    are no bounds. loaded: the axes of tensors that are added, which may be masks.
+    """
+
+    def __init__(self, loops: LoopNest) -> None:
+        self.loops, self.nodes = loops, loops.nodes
+        self.lowest = set[int]()
+        self.is_complete = True
+        self.loaded = set[int]()
+
+    def bounds(self, number: int, neutral: float) -> Bounds:
+        """Return what `bounds_of` returns, with all masks of the lowest finite number."""
+        node = self.nodes[source_of(self.nodes, number)]
+        if is_applied(node, WHERE):
+            return self.of_where(node, neutral)
+        if is_applied(node, CAST):  # to the nearest number of another dtype
+            return self.bounds(operands_of(node)[0], neutral)
+        if neutral == 0:
+            if is_applied(node, EXP):
+                return self.bounds(operands_of(node)[0], -math.inf)
+            if is_applied(node, MUL):
+                return self.of_any(operands_of(node), neutral)
+            if is_applied(node, DIV):
+                of = operand_of(node, "self")
+                return {} if of is None else self.bounds(of, neutral)
+            operands = operands_of(node)
+            if isinstance(node, Compute) and node.spec.keeps_zero and len(operands) == arity_of(node) > 0:
+                first, *others = (self.bounds(operand, neutral) for operand in operands)
+                return {n: b for n, b in first.items() if all(other.get(n) == b for other in others)}
+        elif isinstance(node, Compute) and dict(node.operands).get("alpha", 1) == 1:
+            first = operand_of(node, "self")
+            if is_applied(node, ADD):
+                return self.of_any(operands_of(node), neutral)
+            if is_applied(node, SUB) and first is not None:
+                return self.bounds(first, neutral)
+        if neutral != 0:
+            self.read(number)
+        return {}
+
+    def of_any(self, numbers: Iterable[int], neutral: float) -> Bounds:
+        """Return the bounds of several nodes, each of which alone makes a result `neutral`."""
+        bounds: Bounds = {}
+        for number in numbers:
+            bounds = {**bounds, **self.bounds(number, neutral)}
+        return bounds
+
+    def of_where(self, node: Compute, neutral: float) -> Bounds:
+        values = [number_of(self.nodes, node, name) for name in ("self", "other")]
+        are_lowest = [neutral == -math.inf and value is not None and value <= LOWEST for value in values]
+        are_masks = [value == neutral or low for value, low in zip(values, are_lowest, strict=True)]
         condition = operand_of(node, "condition")
-        sides = [_is(loops, node, name, neutral) for name in ("self", "other")]
-        inner = operand_of(node, "other" if sides[0] else "self")
-        if condition is None or inner is None or sides.count(True) != 1:
-            return bounds
-        parts = conjuncts_of(loops.nodes, condition) if sides[1] else [condition]
-        of_parts = {part: _of_condition(loops, part, opposite=sides[0]) for part in parts}
-        bounds |= {part: of_part for part, of_part in of_parts.items() if of_part}
-        return bounds | dict(bounds_of(loops, inner, neutral))
-    if neutral == 0 and is_applied(node, EXP):
-        return bounds_of(loops, operands_of(node)[0], -math.inf)
-    through = (MUL,) if neutral == 0 else (ADD, SUB)
-    for operator_ in through:
-        operands = pair_of(node, operator_)
-        for operand in operands[:1] if operator_ is SUB else operands:
-            bounds |= bounds_of(loops, operand, neutral)
-    return bounds
+        if condition is None or are_masks.count(True) != 1:
+            self.is_complete &= neutral == 0
+            return {}
+        is_shown, bounds = are_masks[1], dict[int, tuple[bool, tuple[Bound, ...]]]()
+        for part, value in _parts(self.nodes, condition, is_shown):
+            of_part = _of_condition(self.loops, part, opposite=not value)
+            self.is_complete &= neutral == 0 or bool(of_part)
+            if of_part:
+                bounds[part] = value, of_part
+        if values[are_masks.index(True)] != neutral:
+            self.lowest |= bounds.keys()
+        inner = operand_of(node, "self" if is_shown else "other")
+        return bounds if inner is None else {**bounds, **self.bounds(inner, neutral)}
+
+    def read(self, number: int) -> None:
+        """Note what a value is computed from, up to reductions, that may make it a mask."""
+        reductions = [n for n, node in enumerate(self.nodes) if isinstance(node, Reduce)]
+        for n in with_operands(self.loops, (number,), reductions):
+            node = self.nodes[n]
+            self.is_complete &= not (isinstance(node, Constant) and node.value <= LOWEST)
+            if isinstance(node, Load):
+                self.loaded |= self.loops.node_axes[n]
 
 
-def _is(loops: LoopNest, node: Compute, name: str, neutral: float) -> bool:
-    number = operand_of(node, name)
-    constant = None if number is None else loops.nodes[number]
-    return isinstance(constant, Constant) and constant.value == neutral
+def _parts(nodes: Sequence[Node], condition: int, value: bool) -> Iterator[tuple[int, bool]]:
+    """Yield the conditions, with their values, that together make up a condition with some value."""
+    node = nodes[condition]
+    if is_applied(node, BITS_NOT):
+        yield from _parts(nodes, operands_of(node)[0], not value)
+    elif is_applied(node, AND if value else OR):
+        for operand in operands_of(node):
+            yield from _parts(nodes, operand, value)
+    else:
+        yield condition, value
+
+
+def _leave_some(loops: LoopNest, bounds: Bounds, others: Collection[int]) -> bool:
+    """True if bounds are on two axes, none of `others`, and hold somewhere for each element of either."""
+    every = [bound for _, of_part in bounds.values() for bound in of_part]
+    axes = {axis for bound in every for axis, _ in bound.terms}
+    if len(axes) != 2 or not axes.isdisjoint(others):
+        return False
+    return all(_has_partners(loops, every, a, b) for a, b in itertools.permutations(axes))
+
+
+def _has_partners(loops: LoopNest, bounds: Iterable[Bound], axis: int, other: int) -> bool:
+    """True if bounds hold for each element of an axis and some element of the other one."""
+    size, most = loops.axes[axis].size, loops.axes[other].size
+    if not isinstance(size, int) or not isinstance(most, int):
+        return False
+    lows, highs = [(0, 0)], [(0, most - 1)]  # of the other axis: a coefficient of this one, and a constant
+    for bound in bounds:
+        step, side = bound.coefficient(axis), bound.coefficient(other)
+        if abs(side) != 1:
+            return False
+        (lows if side > 0 else highs).append((-side * step, -side * bound.const))
+    between = [(high[0] - low[0], high[1] - low[1]) for low in lows for high in highs]
+    return all(c * place + const >= 0 for c, const in between for place in (0, size - 1))
 
 
 def _of_condition(loops: LoopNest, number: int, opposite: bool = False) -> tuple[Bound, ...]:

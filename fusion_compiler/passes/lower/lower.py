@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import sympy
@@ -57,7 +57,18 @@ from fusion_compiler.ir.loops import (
     axes_in,
 )
 from fusion_compiler.ir.writes import stored_shape
-from fusion_compiler.ops.arithmetic import ADD, EQ, IS_NAN, MAXIMUM, MINIMUM, MUL, OR
+from fusion_compiler.ops.arithmetic import (
+    ADD,
+    EQ,
+    IS_NAN,
+    MASKED_FILL,
+    MAXIMUM,
+    MINIMUM,
+    MUL,
+    OF_BOOLEANS,
+    OR,
+    WHERE,
+)
 from fusion_compiler.ops.own.put import put
 from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
@@ -564,14 +575,26 @@ class Lowering(Builder):
                 operands.append((name, Value(self.emit(size, f"{op.name}_size"))))
             else:
                 raise Illegal("operand", f"{name}={arg} of {op.name} is neither a tensor nor a constant")
-        dtype = op.outputs[0].dtype
+        dtype, target = op.outputs[0].dtype, spec.target
+        if spec.operator is MASKED_FILL:
+            target, operands = WHERE, self.of_where(operands, op)
+        elif dtype is torch.bool and spec.operator in OF_BOOLEANS:
+            target = OF_BOOLEANS[spec.operator]
         if spec.discontinuous:
             operands = self.rounder.comparable(op, operands)
         reproducible = self.rounder.rounding.pins(op)
         bf16 = spec.bf16 is not None and dtype is torch.bfloat16 and not reproducible
-        compute = Compute(spec.target, tuple(operands), compute_dtype(dtype), bf16, reproducible)
+        compute = Compute(target, tuple(operands), compute_dtype(dtype), bf16, reproducible)
         node = self.emit(compute, op.name)
         return self.rounder.rounded(op, node)
+
+    def of_where(self, operands: Iterable[tuple[str, object]], op: Op) -> list[tuple[str, object]]:
+        """Return the operands with which a `where` does what `masked_fill` does."""
+        named = dict(operands)
+        value = named["value"]
+        if isinstance(value, bool | int | float):
+            value = Value(self.constant(value, compute_dtype(op.outputs[0].dtype), op.name))
+        return [("condition", named["mask"]), ("self", value), ("other", named["self"])]
 
     # -- reductions -----------------------------------------------------------------------------
 
