@@ -3,8 +3,8 @@ predicted.
 
 Two and four processes on one CPU, with one thread each, train a small language model on the text of this
 repository's pages. Each sends as fast as a link of 100 Mbit/s would. The model is a perceptron over the last
-sixteen characters (Bengio et al., 2003): what crosses a cut takes a link twelve times as long as a stage
-takes to compute it. `step` is the median of all steps but the first ones. `predicted` is a simulation of the
+sixteen characters (Bengio et al., 2003): what crosses a cut takes a link about as long as a stage takes for a
+microbatch. `step` is the median of all steps but the first ones. `predicted` is a simulation of the
 schedule with the times that each stage takes alone, codecs included, and with the bytes of its messages.
 `loss` is the uncut model's on text that it has not seen, with the parameters that the run has saved.
 """
@@ -40,6 +40,7 @@ LINK = fc.Link(bytes_per_s=12.5e6, latency_us=200.0)
 CONTEXT, WIDTH, BLOCKS = 16, 128, 6
 MICROBATCHES, ROWS = 8, 512
 STEPS, WARM = 300, 10
+WAIT_S = 0.01  # between two phases of a stage
 CONTENDERS: dict[str, fc.Compression | None] = {
     "raw": None,
     "8 bits": fc.Compression(ratio=4),
@@ -98,12 +99,14 @@ def plan_of(model: nn.Module, machines: int, **options: Any) -> fc.Pipeline:
 
 
 def alone(pipeline: fc.PipelineRunner, turns: int = 20) -> list[list[float]]:
-    """Return the microseconds of each of this process's stages, forward and backward, codecs included."""
+    """Return the microseconds of each of this process's stages, forward and backward, codecs included. Each
+    phase comes after a wait, as in a step: its caches are cold."""
     times: list[list[float]] = []
     for stage in pipeline.stages:
         forward: list[float] = []
         backward: list[float] = []
         for _ in range(turns):
+            time.sleep(WAIT_S)
             begin = time.perf_counter()
             if stage.before is None:
                 inputs: tuple[Tensor, ...] = (torch.zeros(ROWS, CONTEXT, dtype=torch.int64),)
@@ -115,6 +118,8 @@ def alone(pipeline: fc.PipelineRunner, turns: int = 20) -> list[list[float]]:
             else:
                 stage.after.pack_forward(0, (y,))
             middle = time.perf_counter()
+            time.sleep(WAIT_S)
+            again = time.perf_counter()
             back = None
             if stage.after is not None:
                 (back,) = stage.after.unpack_backward(0, stage.after.backward.empty().zero_())
@@ -123,7 +128,7 @@ def alone(pipeline: fc.PipelineRunner, turns: int = 20) -> list[list[float]]:
                 stage.before.pack_backward(0, [x.grad for x in inputs])
             end = time.perf_counter()
             forward.append(1e6 * (middle - begin))
-            backward.append(1e6 * (end - middle))
+            backward.append(1e6 * (end - again))
         times.append([statistics.median(forward), statistics.median(backward)])
     return times
 
@@ -141,7 +146,6 @@ def process(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         compression=CONTENDERS[contender],
         throttle=LINK,
-        backend="eager",
     )
     seconds: list[float] = []
     for number in range(steps):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusion_compiler.api import compile
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.machines.plan import PipelinePlan
@@ -196,18 +195,22 @@ def dequantise(stored: Sequence[Tensor], codec: Codec) -> Tensor:
     return (parts * scales.float().unsqueeze(-1)).flatten(1)
 
 
+Prepare = Callable[[Any], Any]  # takes a function or a module and returns its replacement, as `compile` does
+
+
 class Coder:
     """Encode and decode a tensor of one shape, by functions that this compiler compiles. Without a codec, a
     tensor is sent as it is.
 
-    options: of `compile`, for these functions. A sparse codec needs the packed mask, which `select` returns.
+    prepare: makes what is called for each of these functions, as `compile` does. A sparse codec needs the
+        packed mask, which `select` returns.
     """
 
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
 
     def __init__(
-        self, codec: Codec | None, shape: Sequence[int], dtype: torch.dtype, options: dict[str, Any]
+        self, codec: Codec | None, shape: Sequence[int], dtype: torch.dtype, prepare: Prepare
     ) -> None:
         self.shape, self.dtype = torch.Size(shape), dtype
         # dtype and shape of what `encode` returns, and of what `select` returns
@@ -222,10 +225,10 @@ class Coder:
         scales = [(torch.bfloat16, (blocks, codec.scales))] if codec.scales else []
         self.parts = [(numbers, (blocks, codec.keep // (2 if codec.bits == 4 else 1))), *scales]
         self.mask = [(torch.uint8, (blocks, BLOCK // 8))] if codec.sparse else []
-        self.select = compile(self._select, **options)
-        self.encode = compile(self._encode, **options)
-        self.decode = compile(self._decode, **options)
-        self.lost = compile(self._lost, **options)
+        self.select = prepare(self._select)
+        self.encode = prepare(self._encode)
+        self.decode = prepare(self._decode)
+        self.lost = prepare(self._lost)
 
     def _select(self, x: Tensor) -> Tensor:
         return pack_mask(select(blocks_of(x), self.codec.keep))

@@ -78,19 +78,22 @@ class Watch:
         self.verdict: tuple[int, str] | None = None
         self.seen = {other: (b"", time.monotonic()) for other in range(len(names)) if other != rank}
         self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.store.set(f"beat/{rank}", "0")
         if rank == 0:
             self.store.set("lost", "")
 
     def start(self) -> None:
         """Begin to watch, when every process has said that it is there."""
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread.start()
 
     def close(self) -> None:
         """End the watch. The first process, which may hold the store, waits until the others have done so."""
         if self.closed.is_set() or self.verdict is not None:
             return
         self.closed.set()
+        if self.thread.ident is not None:  # one in the store's code would abort a process that ends
+            self.thread.join(self.patience_s)
         self.store.set(f"beat/{self.rank}", CLOSED.decode())
         until = time.monotonic() + self.patience_s
         beats = [f"beat/{other}" for other in self.seen]

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusion_compiler.machines.compression import Codec, Coder, Part
+from fusion_compiler.machines.compression import Codec, Coder, Part, Prepare
 from fusion_compiler.machines.plan import Edge, Link
 
 POLL_S = 0.2  # how often a waiting process looks whether a stage was lost
+CLOSE_S = 1.0  # how long to wait for a message that may never come
 
 
 class LinkFailure(Exception):
@@ -58,7 +59,8 @@ class Lane:
         self.calls: queue.SimpleQueue[tuple[Callable[[], Any], int, Future[None]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, daemon=True).start()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def submit(self, call: Callable[[], Any], nbytes: int) -> Ticket:
         result: Future[None] = Future()
@@ -66,7 +68,9 @@ class Lane:
         return Ticket(result, self.check)
 
     def close(self) -> None:
+        """End the thread. A process that ends while one is in a call of torch.distributed may abort."""
         self.calls.put(None)
+        self.thread.join(CLOSE_S)
 
     def _run(self) -> None:
         free_at = 0.0
@@ -189,12 +193,12 @@ class Wire:
     """
 
     def __init__(
-        self, edge: Edge, codec: Codec | None, device: torch.device, options: dict[str, Any], feedback: bool
+        self, edge: Edge, codec: Codec | None, device: torch.device, prepare: Prepare, feedback: bool
     ) -> None:
         self.edge, self.feedback = edge, feedback and codec is not None
         back = codec and Codec(codec.keep, max(8, codec.bits))
         self.coders, self.back_coders = (
-            [Coder(c if t.differentiable else None, t.shape, t.dtype, options) for t in edge.tensors]
+            [Coder(c if t.differentiable else None, t.shape, t.dtype, prepare) for t in edge.tensors]
             for c in (codec, back)
         )
         self.forward = Packet([c.parts + c.mask for c in self.coders], device)

@@ -20,7 +20,7 @@ from fusion_compiler.api import compile
 from fusion_compiler.errors import PipelineArgumentError
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.machines import faults
-from fusion_compiler.machines.compression import Compression, choose
+from fusion_compiler.machines.compression import Compression, Prepare, choose
 from fusion_compiler.machines.links import Lanes, Wire
 from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
@@ -43,7 +43,7 @@ class PipelineRunner:
     seed: of the random numbers of the stages, such as dropout's.
     start_s: how long to wait for the other processes to start.
     patience_s: a process is lost when nothing was heard of it for so long.
-    options: of `compile`, for the stages.
+    options: of `compile`, for the stages and the codecs. On a CPU without options nothing is compiled.
 
     Raises StageMissingError, StagesDisagreeError or PipelineArgumentError at once.
     """
@@ -69,7 +69,8 @@ class PipelineRunner:
         nccl = "nccl" in dist.get_backend()
         gpu = torch.device("cuda", torch.cuda.current_device()) if nccl else None
         self.device: torch.device = gpu or torch.device("cpu")
-        options = {"backend": "auto" if self.device.type == "cuda" else "eager"} | options
+        compiled = partial(compile, **options)
+        prepare: Prepare = compiled if self.device.type == "cuda" or options else lambda function: function
         self.numbers: range = range(self.rank, len(plan.stages), self.world)
         modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
@@ -88,14 +89,12 @@ class PipelineRunner:
             self.stages: list[CompiledStage] = []
             for n, module in self.modules.items():
                 wires = [
-                    Wire(plan.edges[e], choices[e][0], self.device, options, feedback)
+                    Wire(plan.edges[e], choices[e][0], self.device, prepare, feedback)
                     if 0 <= e < len(plan.edges)
                     else None
                     for e in (n - 1, n)
                 ]
-                self.stages.append(
-                    CompiledStage(compile(module, **options), n, plan, self._lanes, wires, seed)
-                )
+                self.stages.append(CompiledStage(prepare(module), n, plan, self._lanes, wires, seed))
             self.parameters: dict[str, Any] = tensors_of(self.modules.values(), "named_parameters")
             self.buffers: dict[str, Any] = tensors_of(self.modules.values(), "named_buffers")
             self.ties: list[tuple[nn.Parameter, Any]] = self._tie()

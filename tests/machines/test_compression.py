@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fusion_compiler as fc
 from fusion_compiler.errors import InvalidOptionError
 from fusion_compiler.ir.decision import Decision
 from fusion_compiler.machines import compression
@@ -18,7 +20,7 @@ from fusion_compiler.machines.links import Wire
 from fusion_compiler.machines.plan import Crossing, Edge, PipelinePlan
 
 CPU = torch.device("cpu")
-KERNELS: dict[str, Any] = {"backend": "interpret"}
+plainly, by_kernels = (partial(fc.compile, backend=backend) for backend in ("eager", "interpret"))
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Coder:
     """Return a coder whose functions run in eager PyTorch."""
-    coder: Any = Coder(codec, shape, dtype, {"backend": "eager"})
+    coder: Any = Coder(codec, shape, dtype, plainly)
     coder.select, coder.encode, coder.decode = coder._select, coder._encode, coder._decode
     return coder
 
@@ -101,7 +103,7 @@ def test_nan_arrives(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", [*CODECS, Codec(keep=40, bits=16)], ids=str)
 def test_kernels_compute_what_eager_computes(codec: Codec) -> None:
     x = torch.randn(5, 77)
-    eager, kernels = plain(codec, x.shape), Coder(codec, x.shape, x.dtype, KERNELS)
+    eager, kernels = plain(codec, x.shape), Coder(codec, x.shape, x.dtype, by_kernels)
     mask = [eager.select(x)] if codec.sparse else []
     if codec.sparse:
         assert torch.equal(kernels.select(x), mask[0])
@@ -113,7 +115,7 @@ def test_kernels_compute_what_eager_computes(codec: Codec) -> None:
 
 
 def test_selecting_is_kernels_of_this_compiler_and_no_sort() -> None:
-    coder = Coder(Codec(keep=26), (16, BLOCK), torch.float32, KERNELS)
+    coder = Coder(Codec(keep=26), (16, BLOCK), torch.float32, by_kernels)
     x = torch.randn(16, BLOCK)
     coder.select(x)
     (plan,) = coder.select.plan
@@ -124,7 +126,7 @@ def test_selecting_is_kernels_of_this_compiler_and_no_sort() -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.usefixtures("eagerly")
 def test_a_message_is_as_short_as_its_codec_says(codec: Codec) -> None:
-    wire = Wire(edge((64, 256)), codec, CPU, {"backend": "eager"}, feedback=False)
+    wire = Wire(edge((64, 256)), codec, CPU, plainly, feedback=False)
     assert wire.forward.nbytes == codec.bits_per_number * 64 * 256 / 8
     # The gradient has no mask, and at least 8 bits.
     back = Codec(codec.keep, max(8, codec.bits)).bits_per_number - codec.sparse
@@ -132,7 +134,7 @@ def test_a_message_is_as_short_as_its_codec_says(codec: Codec) -> None:
 
 
 def wire_of(codec: Codec | None, feedback: bool = False) -> Wire:
-    return Wire(edge((3, 200), (40,)), codec, CPU, {"backend": "eager"}, feedback)
+    return Wire(edge((3, 200), (40,)), codec, CPU, plainly, feedback)
 
 
 @pytest.mark.usefixtures("eagerly")
