@@ -4,7 +4,7 @@ torch.distributed.pipelining."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -69,8 +69,7 @@ class PipelineRunner:
         nccl = "nccl" in dist.get_backend()
         gpu = torch.device("cuda", torch.cuda.current_device()) if nccl else None
         self.device: torch.device = gpu or torch.device("cpu")
-        compiled = partial(compile, **options)
-        prepare: Prepare = compiled if self.device.type == "cuda" or options else lambda function: function
+        prepare = preparation(options if options or self.device.type == "cuda" else None)
         self.numbers: range = range(self.rank, len(plan.stages), self.world)
         modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
@@ -262,6 +261,11 @@ class PipelineRunner:
         """End the operations of a GPU that wait for a lost process."""
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
+
+
+def preparation(options: Mapping[str, Any] | None) -> Prepare:
+    """Return what compiles stages and codecs with these options; for None it leaves them as they are."""
+    return (lambda function: function) if options is None else partial(compile, **options)
 
 
 def digest(plan: PipelinePlan) -> str:
