@@ -151,10 +151,10 @@ class CarryingEmitter(ChainEmitter):
         bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
         live = [] if bounds is None else [bound for _, of_part in bounds.values() for bound in of_part]
         spans = [] if bounds is None else spans_of(self, loop, live)
+        values = {} if bounds is None else {n: value for n, (value, _) in bounds.items()}
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
-            is_full = bounds is not None and span is not None and span.is_full
-            self.holding = {n: value for n, (value, _) in bounds.items()} if bounds and is_full else {}
+            self.holding = values if span is not None and span.is_full else {}
             yield
         self.span, self.holding = None, {}
 
@@ -174,7 +174,7 @@ class CarryingEmitter(ChainEmitter):
         return replace(values, start=self.span[1].start, end=self.span[1].end)
 
     def literal(self, number: int) -> float | bool | None:
-        return self.holding.get(number, super().literal(number))
+        return self.holding[number] if number in self.holding else super().literal(number)
 
     def inside(self, axes: frozenset[int]) -> Tile | None:
         is_full = self.span is not None and self.span[1].is_full

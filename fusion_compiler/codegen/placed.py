@@ -1106,4 +1106,3 @@ def _axes(index: Index) -> frozenset[int]:
 
 def _is_nonempty(within: InRange) -> bool:
     return isinstance(within.low, int) and isinstance(within.high, int) and within.low < within.high
-

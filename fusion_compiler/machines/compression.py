@@ -199,8 +199,8 @@ Prepare = Callable[[Any], Any]  # takes a function or a module and returns its r
 
 
 class Coder:
-    """Encode and decode a tensor of one shape, by functions that this compiler compiles. Without a codec, a
-    tensor is sent as it is.
+    """Encode and decode a tensor of one shape, by functions that this compiler can compile. Without a codec,
+    a tensor is sent as it is.
 
     prepare: makes what is called for each of these functions, as `compile` does. A sparse codec needs the
         packed mask, which `select` returns.

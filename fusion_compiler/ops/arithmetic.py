@@ -22,5 +22,5 @@ BITS_NOT, BITS_AND, RIGHT_SHIFT = (
 )  # fmt: skip
 WHERE, CAST = aten.where.self, aten._to_copy.default
 MASKED_FILL = aten.masked_fill.Scalar
-OF_BOOLEANS = {BITS_AND: AND, aten.bitwise_or.Tensor: OR}  # what operators on bits are for booleans
+OF_BOOLEANS = {BITS_AND: AND, aten.bitwise_or.Tensor: OR}  # what operators on bits are for two booleans
 

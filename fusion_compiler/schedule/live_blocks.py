@@ -31,7 +31,6 @@ from fusion_compiler.ir.loops import (
     operand_of,
     operands_of,
     rounding_of,
-    source_of,
     with_operands,
 )
 from fusion_compiler.ops.arithmetic import ADD, AND, BITS_NOT, CAST, DIV, EXP, MUL, OR, SUB, WHERE
@@ -70,13 +69,14 @@ _OPPOSITES: Mapping[object, object] = {
 
 def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
     """Return the conditions outside of which a node is zero or -inf (`neutral`), as far as they are bounds on
-    axes. Other operands are taken to be finite: zero times a value that is masked is zero.
+    axes. Other operands are taken to be finite and divisors not to be zero, so that zero times a value that is
+    masked is zero.
 
     Masks of the lowest finite number count as -inf if they leave an element in each row and column.
     """
     reading = _Reading(loops)
     bounds = reading.bounds(number, neutral)
-    if not reading.lowest or (reading.is_complete and _leave_some(loops, bounds, reading.loaded)):
+    if not reading.lowest or reading.leaves_some(bounds):
         return bounds
     return {n: of_part for n, of_part in bounds.items() if n not in reading.lowest}
 
@@ -85,18 +85,18 @@ class _Reading:
     """A reading of a value's masks.
 
     lowest: the conditions of masks with the lowest finite number. is_complete: False if there are masks that
-    are no bounds. loaded: the axes of tensors that are added, which may be masks.
+    are no bounds. unread: other values that are added, which may be masks.
     """
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops, self.nodes = loops, loops.nodes
         self.lowest = set[int]()
         self.is_complete = True
-        self.loaded = set[int]()
+        self.unread = list[int]()
 
     def bounds(self, number: int, neutral: float) -> Bounds:
         """Return what `bounds_of` returns, with all masks of the lowest finite number."""
-        node = self.nodes[source_of(self.nodes, number)]
+        node = self.nodes[number]
         if is_applied(node, WHERE):
             return self.of_where(node, neutral)
         if is_applied(node, CAST):  # to the nearest number of another dtype
@@ -120,7 +120,7 @@ class _Reading:
             if is_applied(node, SUB) and first is not None:
                 return self.bounds(first, neutral)
         if neutral != 0:
-            self.read(number)
+            self.unread.append(number)
         return {}
 
     def of_any(self, numbers: Iterable[int], neutral: float) -> Bounds:
@@ -149,14 +149,26 @@ class _Reading:
         inner = operand_of(node, "self" if is_shown else "other")
         return bounds if inner is None else {**bounds, **self.bounds(inner, neutral)}
 
-    def read(self, number: int) -> None:
-        """Note what a value is computed from, up to reductions, that may make it a mask."""
+    def leaves_some(self, bounds: Bounds) -> bool:
+        """True if bounds are on two axes, hold somewhere for each element of either, and no other mask can
+        hide what they leave."""
+        every = [bound for _, of_part in bounds.values() for bound in of_part]
+        axes = {axis for bound in every for axis, _ in bound.terms}
+        if not self.is_complete or len(axes) != 2 or self.may_be_masked(axes):
+            return False
+        return all(_has_partners(self.loops, every, a, b) for a, b in itertools.permutations(axes))
+
+    def may_be_masked(self, axes: Collection[int]) -> bool:
+        """True if a value that is added is computed, up to reductions, from the lowest number or from a
+        tensor along some axes."""
         reductions = [n for n, node in enumerate(self.nodes) if isinstance(node, Reduce)]
-        for n in with_operands(self.loops, (number,), reductions):
+        for n in with_operands(self.loops, self.unread, reductions):
             node = self.nodes[n]
-            self.is_complete &= not (isinstance(node, Constant) and node.value <= LOWEST)
-            if isinstance(node, Load):
-                self.loaded |= self.loops.node_axes[n]
+            if isinstance(node, Constant) and node.value <= LOWEST:
+                return True
+            if isinstance(node, Load) and not self.loops.node_axes[n].isdisjoint(axes):
+                return True
+        return False
 
 
 def _parts(nodes: Sequence[Node], condition: int, value: bool) -> Iterator[tuple[int, bool]]:
@@ -169,15 +181,6 @@ def _parts(nodes: Sequence[Node], condition: int, value: bool) -> Iterator[tuple
             yield from _parts(nodes, operand, value)
     else:
         yield condition, value
-
-
-def _leave_some(loops: LoopNest, bounds: Bounds, others: Collection[int]) -> bool:
-    """True if bounds are on two axes, none of `others`, and hold somewhere for each element of either."""
-    every = [bound for _, of_part in bounds.values() for bound in of_part]
-    axes = {axis for bound in every for axis, _ in bound.terms}
-    if len(axes) != 2 or not axes.isdisjoint(others):
-        return False
-    return all(_has_partners(loops, every, a, b) for a, b in itertools.permutations(axes))
 
 
 def _has_partners(loops: LoopNest, bounds: Iterable[Bound], axis: int, other: int) -> bool:

@@ -305,9 +305,14 @@ def test_numerics_of_eager_stay_with_the_library() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("batch", "keys", "features"), [(1, 131072, 128), (1, 131584, 128), (2, 1536, 64)])
-def test_keys_and_values_are_read_once(batch: int, keys: int, features: int, masked: bool) -> None:
-    """Two kernels for 32 queries of 8 heads, at three quarters of a copy's speed as predicted, 7 us aside."""
+@pytest.mark.parametrize(
+    ("batch", "keys", "features", "start_us"), [(1, 131072, 128, 0), (1, 131584, 128, 0), (2, 1536, 64, 7)]
+)
+def test_keys_and_values_are_read_once(
+    batch: int, keys: int, features: int, start_us: int, masked: bool
+) -> None:
+    """Two kernels serve 32 queries of 8 heads, at three quarters of a copy's speed as predicted. start_us: of
+    short kernels, for launches and the first loads."""
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(batch, 32, 1, features, dtype=torch.bfloat16)
         k, v = (torch.empty(batch, 8, keys, features, dtype=torch.bfloat16) for _ in range(2))
@@ -315,7 +320,7 @@ def test_keys_and_values_are_read_once(batch: int, keys: int, features: int, mas
         plan = fc.explain(attention, q, k, v, *mask, device="h200").plans[0]
     assert not plan.leftovers and len(plan.clusters) <= 2
     ideal = 2 * 2 * batch * 8 * keys * features / 4.28e12 * 1e6
-    assert sum(c.cost.us for c in plan.clusters) < ideal / 0.75 + 7
+    assert sum(c.cost.us for c in plan.clusters) < ideal / 0.75 + start_us
 
 
 def test_the_operator() -> None:

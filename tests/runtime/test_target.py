@@ -287,7 +287,7 @@ print(background._thread.is_alive())
 
 
 def test_a_process_ends_whatever_is_being_compiled(triton_cache: Path) -> None:
-    """Within the seconds of a few kernels of a thousand, with nothing said and no server left."""
+    """It ends within the seconds of a few of the thousand kernels, says nothing and leaves no server."""
     settings = os.environ | {"TRITON_CACHE_DIR": str(triton_cache)}
     run = [sys.executable, "-c", LEAVING]
     left = subprocess.run(run, capture_output=True, text=True, env=settings, timeout=60)

@@ -104,6 +104,12 @@ def test_lowest_numbers_leave_nothing_out_where_a_row_may_have_no_other_key(mask
     assert all(holds(loops, bounds).all() for bounds in bounds_by_combine(loops).values())
 
 
+def test_a_condition_joined_with_a_literal_is_no_conjunction_of_the_others() -> None:
+    for literal in (False, True):
+        loops = nest_of(lambda s, at, x=literal: torch.where((at[1] <= at[0]) & x, s, -math.inf))
+        assert all(holds(loops, bounds).all() for bounds in bounds_by_combine(loops).values())
+
+
 def test_a_loaded_bias_may_be_a_mask() -> None:
     def causal(fill: float) -> Masked:
         return lambda s, at: s + torch.where(at[1] <= at[0] + 2, 0.0, fill)  # type: ignore[index]

@@ -578,7 +578,7 @@ class Lowering(Builder):
         dtype, target = op.outputs[0].dtype, spec.target
         if spec.operator is MASKED_FILL:
             target, operands = WHERE, self.of_where(operands, op)
-        elif dtype is torch.bool and spec.operator in OF_BOOLEANS:
+        elif dtype is torch.bool and spec.operator in OF_BOOLEANS and are_values(operands):
             target = OF_BOOLEANS[spec.operator]
         if spec.discontinuous:
             operands = self.rounder.comparable(op, operands)
@@ -842,3 +842,8 @@ def spec_is_pointwise(op: Op) -> bool:
     """True if the result at a point depends only on the operands at that point."""
     spec = spec_of(op.target)
     return spec is not None and spec.expr is not None and op.kind is Kind.ELEMENTWISE
+
+
+def are_values(operands: Iterable[tuple[str, object]]) -> bool:
+    """True if none of an expression's operands is a literal."""
+    return all(isinstance(value, Value) for _, value in operands)
