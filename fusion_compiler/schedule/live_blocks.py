@@ -69,8 +69,8 @@ _OPPOSITES: Mapping[object, object] = {
 
 def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
     """Return the conditions outside of which a node is zero or -inf (`neutral`), as far as they are bounds on
-    axes. Other operands are taken to be finite and divisors not to be zero, so that zero times a value that is
-    masked is zero.
+    axes. Other operands are taken to be finite, so that zero times a value that is masked is zero, and
+    divisors not to be zero.
 
     Masks of the lowest finite number count as -inf if they leave an element in each row and column.
     """
