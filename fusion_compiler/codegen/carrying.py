@@ -36,8 +36,11 @@ from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.loops import (
     Compute,
+    Constant,
     Coordinate,
     Load,
+    LoopNest,
+    Node,
     Reduce,
     Store,
     is_applied,
@@ -45,7 +48,7 @@ from fusion_compiler.ir.loops import (
     source_of,
     with_readers,
 )
-from fusion_compiler.ops.arithmetic import EXP
+from fusion_compiler.ops.arithmetic import ADD, CAST, DIV, EXP, MUL, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
@@ -75,7 +78,8 @@ class CarryingEmitter(ChainEmitter):
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
     plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
     span: the part of a loop that is emitted. holding: the values that conditions have in it.
-    compared: nodes that are only compared; as positions they need no 64 bits.
+    narrow: nodes that are only compared or become floating point; as positions they need no 64 bits.
+    scores: nodes that only maxima and exponentials of differences read.
     """
 
     def __init__(self, nest: PlacedNest, sharing: SharedReductions, carried: Mapping[int, Carried]) -> None:
@@ -92,8 +96,9 @@ class CarryingEmitter(ChainEmitter):
         self.rescaled: dict[int, tuple[Tile, tuple[Leaf, ...]]] = {}
         self.used: dict[int, dict[tuple[Leaf, ...], None]] = {}
         readers = [(node, o) for node in self.loops.nodes for o in operands_of(node)]
-        others = {o for node, o in readers if not isinstance(node, Compute) or node.spec.compare is None}
-        self.compared = frozenset() if self.wide else {o for _, o in readers} - others
+        others = {o for node, o in readers if not _takes_any_integer(node)}
+        self.narrow = frozenset() if self.wide else {o for _, o in readers} - others
+        self.scores = _scores(self.loops, readers)
         self.span: tuple[Leaf, Span] | None = None
         self.holding: Mapping[int, bool] = {}
         self.plain_maxima = plain_peaks(self.loops, carried)
@@ -134,12 +139,30 @@ class CarryingEmitter(ChainEmitter):
 
     def emitted(self, number: int) -> Tile:
         node = self.loops.nodes[number]
-        if number in self.compared and isinstance(node, Coordinate):
+        if number in self.narrow and isinstance(node, Coordinate):
             return self.index(node.index)
+        if (scores := self.unmasked(number)) is not None:
+            return self.tile(scores)
         tile = super().emitted(number)
         if len(tile.lanes) > 1:
             self.used.setdefault(number, {})[self.lanes] = None
         return tile
+
+    def unmasked(self, number: int) -> int | None:
+        """Return what a mask is added to, if it adds zero in the part of the loop that is emitted. Zero may
+        lose its sign by that, which neither a maximum nor an exponential shows."""
+        node = self.loops.nodes[number]
+        if not is_applied(node, ADD) or len(operands_of(node)) != 2 or number not in self.scores:
+            return None
+        masks = {o for o in operands_of(node) if self.adds_zero(o)}
+        others = [o for o in operands_of(node) if o not in masks]
+        return others[0] if masks and others and self.loops.nodes[others[0]].dtype == node.dtype else None
+
+    def adds_zero(self, number: int) -> bool:
+        node = self.loops.nodes[number]
+        chosen = self.chosen(node) if isinstance(node, Compute) and self.holding else None
+        of = None if chosen is None else self.loops.nodes[chosen]
+        return isinstance(of, Constant) and of.value == 0
 
     def block_of(self, number: int) -> int:
         depths = (self.running[n].depth for n in self.waits[number] if n in self.running)
@@ -349,3 +372,25 @@ class CarryingEmitter(ChainEmitter):
     def store_partial(self, number: int, of: Partial) -> None:
         with self.dimensions(self.among(self.where.of_axes(of.axes))):
             super().store_partial(number, of)
+
+
+def _takes_any_integer(node: Node) -> bool:
+    """True if a node reads integers of 32 and of 64 bits alike: it compares them, or converts them to a
+    floating-point dtype."""
+    if any(is_applied(node, target) for target in (CAST, ADD, SUB, MUL, DIV)):
+        return node.dtype.is_floating_point
+    return isinstance(node, Compute) and node.spec.compare is not None
+
+
+def _scores(loops: LoopNest, readers: Iterable[tuple[Node, int]]) -> frozenset[int]:
+    """Return the nodes that only maxima, minima, and exponentials of a difference read."""
+    read = {o for _, o in readers}
+    exponents = read - {o for node, o in readers if not is_applied(node, EXP)}
+    differences = [loops.nodes[n] for n in exponents if is_applied(loops.nodes[n], SUB)]
+    others = {
+        o
+        for node, o in readers
+        if not (node in differences and operands_of(node)[0] == o)
+        and not (isinstance(node, Reduce) and node.combine in PEAKS)
+    }
+    return frozenset(read - others)
