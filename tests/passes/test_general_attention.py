@@ -170,8 +170,8 @@ def test_operands_and_results_are_not_copied_into_another_order(is_trained: bool
         weights = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)
         results.append([y, *(torch.autograd.grad((y * weights).sum(), [z]) if is_trained else ())])
     assert [not_as_close(*of) for of in zip(*results, strict=True)] == [None] * len(results[0])
-    forward = next(p for p in compiled.plan if "nest" not in p.name)
-    assert not any(n.target is torch.ops.aten.clone.default for n in forward.dag.nodes.values())
+    plan = next(p for p in compiled.plan if "nest" not in p.name)
+    assert not any(n.target is torch.ops.aten.clone.default for n in plan.dag.nodes.values())
 
 
 def test_dropped_probabilities_are_the_same_in_all_nests() -> None:
