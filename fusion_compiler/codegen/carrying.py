@@ -30,7 +30,7 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, spans_of
+from fusion_compiler.codegen.live_loops import Span, read_range, spans_of
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -173,13 +173,28 @@ class CarryingEmitter(ChainEmitter):
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
         bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
         live = [] if bounds is None else [bound for _, of_part in bounds.values() for bound in of_part]
-        spans = [] if bounds is None else spans_of(self, loop, live)
-        values = {} if bounds is None else {n: value for n, (value, _) in bounds.items()}
+        spans = [] if bounds is None else self.read_spans(loop, spans_of(self, loop, live), bounds)
+        values = {} if bounds is None else {n: value for n, (value, of_part) in bounds.items() if of_part}
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
             self.holding = values if span is not None and span.is_full else {}
             yield
         self.span, self.holding = None, {}
+
+    def read_spans(self, loop: Leaf, spans: list[Span], bounds: Bounds) -> list[Span]:
+        """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
+        read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
+        found = read_range(self, loop, read)
+        size = self.where.axes[loop.axis].size
+        if found is None or not isinstance(size, int):
+            return spans
+        first, end = found
+        spans = spans or [Span(lift(0), lift(size), False)]
+        starts = [first if span.start == lift(0) else tl.maximum(span.start, first) for span in spans]
+        return [
+            Span(start, tl.minimum(span.end, end), span.is_full)
+            for start, span in zip(starts, spans, strict=True)
+        ]
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
         """Return the conditions that hold for every term that changes any of some reductions."""

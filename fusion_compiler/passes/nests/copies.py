@@ -24,11 +24,13 @@ _aten = torch.ops.aten
 
 def is_free_copy(node: fx.Node) -> bool:
     """True of a copy in another order, if a nest reads its operand as well: that one's elements lie side by
-    side along one of the last two dimensions, which a tile has."""
+    side along one of the last two dimensions, which a tile has. Copies that repeat elements are another
+    matter: to a chain of products, repeated heads are an axis that keys do not have."""
     if node.target not in COPIES:
         return False
-    strides = node.all_input_nodes[0].meta["val"].stride()[-2:]
-    return any(isinstance(stride, int) and stride == 1 for stride in strides)
+    strides = node.all_input_nodes[0].meta["val"].stride()
+    numbers = [stride for stride in strides if isinstance(stride, int)]
+    return 1 in numbers[-2:] and 0 not in numbers
 
 
 def copy_behind(node: fx.Node) -> tuple[fx.Node, ...]:
