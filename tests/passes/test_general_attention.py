@@ -141,6 +141,19 @@ def test_kernels_are_as_close_to_float64_as_eager(name: str) -> None:
     assert len(nests) > 2 and all(len(plan.clusters) == 1 and not plan.leftovers for plan in nests)
 
 
+def test_widths_that_are_no_power_of_two_are_two_axes() -> None:
+    """The parts have as many features as tiles, so that no tile has a mask for them."""
+    variant = BY_NAME["soft cap, wide keys (MLA)"]
+    inputs = inputs_of(variant, Shape(1, 2, 48, 48, 80))
+    compiled = fc.compile(variant.code, backend="interpret", disable=("fused attention",))
+    for one, theirs, exact in zip(*run_all(compiled, variant.code, inputs), strict=True):
+        assert not (wrong := not_as_close(one, theirs, exact)), wrong
+    for dag in bodies_of(compiled).values():
+        loops = lower_chain(dag)
+        sizes = {axis.size for axis in loops.axes}
+        assert sizes.isdisjoint({80}) and {32, 16, 64} <= sizes, sizes
+
+
 class Layer(torch.nn.Module):
     """Soft-capped attention as models write it: heads are a dimension of features, before and after."""
 
