@@ -48,7 +48,7 @@ from fusion_compiler.ir.loops import (
     source_of,
     with_readers,
 )
-from fusion_compiler.ops.arithmetic import ADD, CAST, DIV, EXP, MUL, SUB
+from fusion_compiler.ops.arithmetic import ADD, AND, CAST, DIV, EXP, MUL, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
@@ -141,17 +141,21 @@ class CarryingEmitter(ChainEmitter):
         node = self.loops.nodes[number]
         if number in self.narrow and isinstance(node, Coordinate):
             return self.index(node.index)
-        if (scores := self.unmasked(number)) is not None:
-            return self.tile(scores)
+        if (operand := self.unmasked(number)) is not None:
+            return self.tile(operand)
         tile = super().emitted(number)
         if len(tile.lanes) > 1:
             self.used.setdefault(number, {})[self.lanes] = None
         return tile
 
     def unmasked(self, number: int) -> int | None:
-        """Return what a mask is added to, if it adds zero in the part of the loop that is emitted. Zero may
-        lose its sign by that, which neither a maximum nor an exponential shows."""
+        """Return the operand that a node is in the part of the loop that is emitted: what a mask of zeros is
+        added to, or the rest of a conjunction. Zero may lose its sign by that, which neither a maximum nor an
+        exponential shows."""
         node = self.loops.nodes[number]
+        if is_applied(node, AND):
+            left = [o for o in operands_of(node) if self.literal(o) is not True]
+            return left[0] if len(left) == 1 and len(operands_of(node)) == 2 else None
         if not is_applied(node, ADD) or len(operands_of(node)) != 2 or number not in self.scores:
             return None
         masks = {o for o in operands_of(node) if self.adds_zero(o)}
