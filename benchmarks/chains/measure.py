@@ -124,7 +124,7 @@ def measured(call: Call, exact: Sequence[Tensor] | None, options: argparse.Names
 
 
 def compiled_by(
-    name: str, variant: Variant, more: Sequence[Tensor], backend: str
+    name: str, variant: Variant, more: Sequence[Tensor], backend: Any
 ) -> Callable[..., Tensor] | None:
     """Return a variant as a contender computes it; None if FlexAttention cannot say it."""
     if name == "flex":

@@ -174,7 +174,7 @@ def test_operands_and_results_are_not_copied_into_another_order(is_trained: bool
     torch.manual_seed(7)
     layer = Layer(24, 3).requires_grad_(is_trained)
     x = torch.randn(2, 40, 24, requires_grad=is_trained)
-    compiled = fc.compile(layer, backend="interpret", disable=("fused attention",))
+    compiled: Any = fc.compile(layer, backend="interpret", disable=("fused attention",))
     exact = copy.deepcopy(layer).double()
     results, narrow = list[list[Tensor]](), torch.float32
     codes: list[tuple[Run, torch.dtype]] = [(compiled, narrow), (layer, narrow), (exact, torch.float64)]
