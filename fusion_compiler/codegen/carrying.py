@@ -188,11 +188,11 @@ class CarryingEmitter(ChainEmitter):
     def read_spans(self, loop: Leaf, spans: list[Span], bounds: Bounds) -> list[Span]:
         """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
-        found = read_range(self, loop, read)
+        seen = read_range(self, loop, read)
         size = self.where.axes[loop.axis].size
-        if found is None or not isinstance(size, int):
+        if seen is None or not isinstance(size, int):
             return spans
-        first, end = found
+        first, end = seen
         spans = spans or [Span(lift(0), lift(size), False)]
         starts = [first if span.start == lift(0) else tl.maximum(span.start, first) for span in spans]
         return [

@@ -13,7 +13,7 @@ from math import prod
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
 from fusion_compiler.ir.loops import Load, LoopNest
-from fusion_compiler.schedule.chains import Chain
+from fusion_compiler.schedule.chains import MOST_FEATURES, Chain
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, In, On, Place, Placement, Split, Stage, Unit
 from fusion_compiler.schedule.shapes import padded
@@ -71,7 +71,8 @@ def _width(loops: LoopNest, chain: Chain) -> int:
     for node, axes in zip(loops.nodes, loops.node_axes, strict=True):
         if isinstance(node, Load):
             features[node.buffer] = features.get(node.buffer, frozenset()) | (axes & chain.features)
-    return max(sum(hint(loops.axes[k].size) for k in axes) for axes in features.values())
+    widths = (sum(hint(loops.axes[k].size) for k in axes) for axes in features.values())
+    return min(MOST_FEATURES, max(widths))  # keys that are values too have features of both
 
 
 def _shared_bytes(

@@ -21,6 +21,7 @@ from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.nests import masked
 from fusion_compiler.passes.nests.attention import RULE
+from fusion_compiler.schedule.uneven_widths import in_powers_of_two
 from tests.exactness import not_as_close
 from tests.nest_values import stored
 
@@ -148,7 +149,7 @@ def test_widths_that_are_no_power_of_two_are_two_axes() -> None:
     for one, theirs, exact in zip(*run_all(compiled, variant.code, inputs), strict=True):
         assert not (wrong := not_as_close(one, theirs, exact)), wrong
     for dag in bodies_of(compiled).values():
-        loops = lower_chain(dag)
+        loops = in_powers_of_two(lower_chain(dag))
         sizes = {axis.size for axis in loops.axes}
         assert sizes.isdisjoint({80}) and {32, 16, 64} <= sizes, sizes
 

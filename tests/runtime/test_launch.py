@@ -663,6 +663,7 @@ def test_a_damaged_entry_is_replaced_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cuda.gpu_of.cache_clear()  # it has what it loaded for other tests
     a, b = (torch.randn(1000, device="cuda").bfloat16() for _ in range(2))
     Runner((add_bf16(),), no_fallback, name="c", strict=True)(a, b)
     (cubin,) = tmp_path.rglob("elementwise.cubin")

@@ -20,6 +20,7 @@ from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.separated import separated
 from fusion_compiler.schedule.space import refusal
+from fusion_compiler.schedule.uneven_widths import in_powers_of_two
 from fusion_compiler.schedule.work import BufferInfo
 
 
@@ -28,7 +29,7 @@ def plan_one(
 ) -> FusionPlan | str:
     """Return the plan of a graph with one cluster that computes all of it, or why it has none."""
     try:
-        loops = separated(lower_chain(dag))
+        loops = separated(in_powers_of_two(lower_chain(dag)))
     except Illegal as error:
         return f"{error.rule}: {error}"
     analysis = Analysis(loops)

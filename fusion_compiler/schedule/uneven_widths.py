@@ -8,7 +8,6 @@ A tile of 256 features would load and multiply a quarter of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from fusion_compiler.ir.loops import (
@@ -26,13 +25,15 @@ from fusion_compiler.ir.loops import (
     renumber_store,
 )
 from fusion_compiler.ops.arithmetic import ADD
+from fusion_compiler.schedule.chains import Chain
 
 LEAST = 16  # features of a part: tensor cores take no fewer
 
 
-def in_powers_of_two(loops: LoopNest, axes: Iterable[int]) -> LoopNest:
-    """Return a nest in which each of some axes is two where that makes powers of two of it."""
-    for axis in axes:
+def in_powers_of_two(loops: LoopNest) -> LoopNest:
+    """Return a nest in which each axis of a chain's features is two where that makes powers of two of it."""
+    chain = Chain.of(loops)
+    for axis in () if chain is None else sorted(chain.features):
         size = loops.axes[axis].size
         if not isinstance(size, int):
             continue
