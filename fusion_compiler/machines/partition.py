@@ -124,7 +124,10 @@ class Problem:
     def step(self, places: Sequence[Place], cuts: Cuts) -> Step:
         stages, links = self.layout.chain.times(places, cuts.at)
         training = bool(self.layout.work.differentiable)
-        return simulate(self.schedule, stages, links, len(self.machines), self.microbatches, training)
+        latencies = [place.link.latency_us if place.link else 0.0 for place in places[1:]]
+        return simulate(
+            self.schedule, stages, links, len(self.machines), self.microbatches, training, latencies
+        )
 
     def best(self) -> tuple[tuple[int, ...], Cuts]:
         """Return the best order of the machines, and the best cuts for it. Raise MachinesError if no cuts

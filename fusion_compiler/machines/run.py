@@ -39,7 +39,7 @@ class PipelineRunner:
     loss: of the last stage's result and the target; the mean over microbatches is trained.
     optimizer: called with this process's parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
     compression: how far slow links are compressed; fast ones never are. None for not at all.
-    throttle: a link that this process imitates when it sends, on a CPU, to try a slow network on one machine.
+    throttle: a link that this process imitates when it sends over Gloo, to try a slow network on one machine.
     seed: of the random numbers of the stages, such as dropout's.
     start_s: how long to wait for the other processes to start.
     patience_s: a process is lost when nothing was heard of it for so long.
@@ -67,8 +67,7 @@ class PipelineRunner:
         self.world: int = dist.get_world_size()
         self._check()
         nccl = "nccl" in dist.get_backend()
-        gpu = torch.device("cuda", torch.cuda.current_device()) if nccl else None
-        self.device: torch.device = gpu or torch.device("cpu")
+        self.device: torch.device = device_of(plan, nccl)
         prepare = preparation(options if options or self.device.type == "cuda" else None)
         self.numbers: range = range(self.rank, len(plan.stages), self.world)
         modules = plan.modules()
@@ -82,7 +81,7 @@ class PipelineRunner:
         self.digest: str = digest(plan)
         faults.agree(self.store, self.rank, self.world, self._card(compression, seed), start_s)
         feedback = compression is not None and compression.feedback
-        self._lanes: Lanes = Lanes(self.device, self._watch.check, throttle)
+        self._lanes: Lanes = Lanes(self.device, not nccl, self._watch.check, throttle)
         self._watch.start()
         with self._watch.guard():
             self.stages: list[CompiledStage] = []
@@ -235,7 +234,8 @@ class PipelineRunner:
                 groups[ranks] = dist.new_group(list(ranks))
             if self.rank in ranks:
                 parameter, group = self.parameters[name], groups[ranks]
-                self._lanes.collective(partial(dist.broadcast, parameter.detach(), ranks[0], group))
+                call = partial(dist.broadcast, src=ranks[0], group=group)
+                self._lanes.collective(call, parameter.detach())
                 ties.append((parameter, group))
         return [(parameter, group) for parameter, group in ties if parameter.requires_grad]
 
@@ -243,7 +243,7 @@ class PipelineRunner:
         for parameter, group in self.ties:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._lanes.collective(partial(dist.all_reduce, parameter.grad, group=group))
+            self._lanes.collective(partial(dist.all_reduce, group=group), parameter.grad)
 
     def _warm_up(self, stage: CompiledStage) -> None:
         """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
@@ -258,9 +258,16 @@ class PipelineRunner:
                     raise PipelineArgumentError(detail=detail)
 
     def _abort(self) -> None:
-        """End the operations of a GPU that wait for a lost process."""
-        if self.device.type == "cuda" and dist.group.WORLD is not None:
+        """End the operations of NCCL that wait for a lost process."""
+        if not self._lanes.gloo and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
+
+
+def device_of(plan: PipelinePlan, nccl: bool) -> torch.device:
+    """Return where this process's stages run: on its current GPU with NCCL, else where the model is."""
+    if nccl:
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((p.device for p in plan.graph.parameters()), torch.device("cpu"))
 
 
 def preparation(options: Mapping[str, Any] | None) -> Prepare:

@@ -2,7 +2,8 @@
 
 A machine runs the phases of its stages in the schedule's order, each as soon as its input has arrived. A
 message takes alpha + beta * bytes, and a link carries one message after the other in each direction, while
-the machines compute. The orders are torch.distributed.pipelining's.
+the machines compute: it is busy for beta * bytes, and the latencies alpha of messages overlap. The orders are
+torch.distributed.pipelining's.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ def simulate(
     machines: int,
     microbatches: int,
     training: bool = True,
+    latencies: Sequence[float] = (),
 ) -> Step:
     """Return a step. stages, links: their microseconds for a microbatch, forward and backward; link i is
-    between the stages i and i + 1. Stage s is on machine s modulo `machines`."""
+    between the stages i and i + 1, and latencies[i] is the part of its messages' time that keeps no other
+    message waiting. Stage s is on machine s modulo `machines`."""
     count = len(stages)
     queues = [actions(schedule, m, count, machines, microbatches, training) for m in range(machines)]
     arrived: dict[Action, float] = {(0, F, m): 0.0 for m in range(microbatches)}
@@ -92,7 +95,9 @@ def simulate(
 
     def send(source: int, action: Action, us: float, end: float) -> None:
         way = (source % machines, action[0] % machines)
-        link_free[way] = arrived[action] = max(end, link_free[way]) + us
+        latency = min(us, latencies[min(source, action[0])]) if latencies else 0.0
+        link_free[way] = max(end, link_free[way]) + us - latency
+        arrived[action] = link_free[way] + latency
 
     def run(machine: int) -> bool:
         """Run the machine's next phase if its input has been sent."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,8 @@ class CompiledStage(_PipelineStageBase):
         self.inputs = plan.edges[number - 1].tensors if number else first_inputs(plan)
         self.before, self.after = wires
         self.lanes, self.seed, self.training_step = lanes, seed, 0
-        self.arrivals: dict[tuple[str, int], Tensor] = {}
+        self.microbatches = plan.microbatches
+        self.arrivals: dict[tuple[str, int], tuple[Tensor, dist.P2POp]] = {}
         self._runtime_validate = False
         self._stage_meta: Any = SimpleNamespace(inputs=self.inputs)
 
@@ -60,8 +62,8 @@ class CompiledStage(_PipelineStageBase):
         pass
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed_of(self.seed, self.training_step, fwd_chunk_id, self.stage_index))
+        seed = seed_of(self.seed, self.training_step, fwd_chunk_id, self.stage_index)
+        with seeded(seed, self.device):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -75,37 +77,68 @@ class CompiledStage(_PipelineStageBase):
         if self.after is None:
             return []
         outputs, _ = self.fwd_cache[fwd_chunk_id]
-        return self._send(self.after.pack_forward(fwd_chunk_id, outputs), self.stage_index + 1)
+        return self._send("forward", self.after.pack_forward(fwd_chunk_id, outputs), self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.before is None or not self.has_backward:
             return []
         gradients = self.bwd_cache.pop(bwd_chunk_id)
-        return self._send(self.before.pack_backward(bwd_chunk_id, gradients), self.stage_index - 1)
+        buffer = self.before.pack_backward(bwd_chunk_id, gradients)
+        return self._send("backward", buffer, self.stage_index - 1)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
         assert self.before is not None
-        return self.before.unpack_forward(fwd_chunk_id, self.arrivals.pop(("forward", fwd_chunk_id)))
+        return self.before.unpack_forward(fwd_chunk_id, self._arrived("forward", fwd_chunk_id))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
         assert self.after is not None
-        return self.after.unpack_backward(bwd_chunk_id, self.arrivals.pop(("backward", bwd_chunk_id)))
+        return self.after.unpack_backward(bwd_chunk_id, self._arrived("backward", bwd_chunk_id))
 
     def _receive(self, way: str, microbatch: int, wire: Wire | None, peer: int) -> list[dist.P2POp]:
         if wire is None:
             return []
-        buffer = (wire.forward if way == "forward" else wire.backward).empty()
-        self.arrivals[way, microbatch] = buffer
-        return [self.lanes.receive(buffer, self.stage_index_to_group_rank[peer], self.group)]
+        if (way, microbatch) not in self.arrivals:
+            nbytes = (wire.forward if way == "forward" else wire.backward).nbytes
+            rank, tag = self.stage_index_to_group_rank[peer], tag_of(way, self.stage_index)
+            # over Gloo, all messages of a step are received while the stage computes
+            for m in range(microbatch, self.microbatches) if self.lanes.gloo else (microbatch,):
+                self.arrivals[way, m] = self.lanes.receive(nbytes, rank, self.group, tag)
+        return [self.arrivals[way, microbatch][1]]
 
-    def _send(self, buffer: Tensor, peer: int) -> list[dist.P2POp]:
-        return [self.lanes.send(buffer, self.stage_index_to_group_rank[peer], self.group)]
+    def _arrived(self, way: str, microbatch: int) -> Tensor:
+        buffer, _ = self.arrivals.pop((way, microbatch))
+        return buffer.to(self.device, non_blocking=True)
+
+    def _send(self, way: str, buffer: Tensor, peer: int) -> list[dist.P2POp]:
+        rank = self.stage_index_to_group_rank[peer]
+        return [self.lanes.send(buffer, rank, self.group, tag_of(way, peer))]
+
+
+def tag_of(way: str, target: int) -> int:
+    """Return the tag of the messages to a stage in one direction: two processes may share several stages."""
+    return 2 * target + (way == "backward")
 
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
     """Return the seed of a microbatch in a stage: a hash, so that no two of them are related."""
     text = f"{seed} {step} {microbatch} {stage}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None]:
+    """Seed the generators of the CPU and of a GPU; their states come back at the end."""
+    generators = [torch.default_generator]  # `torch.manual_seed` takes 0.2 to 1 ms: it asks for all devices
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def first_inputs(plan: PipelinePlan) -> tuple[Crossing, ...]:
