@@ -127,7 +127,7 @@ def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """Seed the generators of the CPU and of a GPU; their states come back at the end."""
+    """Give the generators of the CPU and of a GPU a seed; their states come back at the end."""
     generators = [torch.default_generator]  # `torch.manual_seed` takes 0.2 to 1 ms: it asks for all devices
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])
