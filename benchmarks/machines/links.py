@@ -164,7 +164,7 @@ class Alone:
 
     def arrive(self, way: str, microbatch: int, nbytes: int) -> None:
         operation: Any = None  # nobody asks for it
-        self.stage.arrivals[way, microbatch] = self.lanes.buffer(nbytes).zero_(), operation
+        self.stage.messages[way, microbatch] = self.lanes.buffer(nbytes).zero_(), operation
 
     def optimizer(self) -> float:
         """Return the microseconds between the last microbatch of a step and the first of the next one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,11 @@ from fusion_compiler.machines.simulate import Step, in_flight, simulate
 from fusion_compiler.machines.workload import Workload, repeatable, workload
 
 ADAM_BYTES = 8  # two float32 moments for each element
+LOCAL = {  # the least and the most stages that each machine has
+    Schedule.INTERLEAVED: (2, math.inf),
+    Schedule.ZERO_BUBBLE: (1, math.inf),
+    Schedule.ZBV: (2, 2),
+}
 
 
 def partition(
@@ -52,8 +58,9 @@ def partition(
     machines: what runs the stages. Their order in the pipeline is chosen: machines with fast links between
         them are neighbours.
     links: between the machines; one of them without names is for all pairs that no other names.
-    microbatches: how many make a step. schedule: "gpipe", "1f1b" or "interleaved".
-    stages_per_machine: 1, or more for "interleaved", with `microbatches` a multiple of the rounds.
+    microbatches: how many make a step. schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zbv".
+    stages_per_machine: 1; more for "interleaved", 1 or more for "zero-bubble", both with `microbatches` a
+        multiple of the rounds; 2 for "zbv".
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the
         best ones; the machines keep their order.
     repeated: the operators that each stage which reads them computes. The default is those that take less
@@ -68,7 +75,7 @@ def partition(
     if a pair of machines has no link or the model does not fit.
 
     Sources: FusionLLM (arXiv 2410.12707) for the machines' order and the estimate, GPipe (arXiv 1811.06965),
-    1F1B and its interleaved form (arXiv 2104.04473).
+    1F1B and its interleaved form (arXiv 2104.04473), zero bubble (arXiv 2401.10241).
     """
     if not isinstance(model, nn.Module):
         raise NotCallableError(got=type(model).__name__)
@@ -113,7 +120,8 @@ class Problem:
     def places(self, ranks: Sequence[int]) -> list[Place]:
         """Return the place of each stage."""
         places, previous = [], None
-        for rank, flight in zip(list(ranks) * self.local, self.in_flight, strict=True):
+        for stage, flight in enumerate(self.in_flight):
+            rank = ranks[self.schedule.rank(stage, len(ranks))]
             m = self.machines[rank]
             link = None if previous in (None, rank) else self.table[previous, rank]
             kind = self.kinds.index((m.device, m.speed))
@@ -199,16 +207,19 @@ def check_schedule(schedule: str, local: int, machines: int, microbatches: int) 
     """Return the schedule by its name. Raise InvalidOptionError if it cannot run so many microbatches."""
     if schedule not in tuple(Schedule):
         raise InvalidOptionError(
-            option="schedule", value=schedule, expected="one of gpipe, 1f1b, interleaved"
+            option="schedule", value=schedule, expected=f"one of {', '.join(Schedule)}"
         )
     order = Schedule(schedule)
     if machines < 1:
         raise InvalidOptionError(option="machines", value=machines, expected="at least one machine")
-    if (local > 1) != (order is Schedule.INTERLEAVED) or local < 1:
-        expected = "at least 2 with schedule='interleaved', and 1 with the others"
+    least, most = LOCAL.get(order, (1, 1))
+    if not least <= local <= most:
+        expected = "at least 2 for 'interleaved', at least 1 for 'zero-bubble', 2 for 'zbv', 1 for the others"
         raise InvalidOptionError(option="stages_per_machine", value=local, expected=expected)
-    if microbatches < 1 or (local > 1 and microbatches % max(1, microbatches // machines)):
-        expected = "a positive number; for 'interleaved' a multiple of microbatches // machines"
+    in_rounds = order in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+    if microbatches < 1 or (in_rounds and microbatches % max(1, microbatches // machines)):
+        expected = "a positive number; for 'interleaved' and 'zero-bubble' a multiple of "
+        expected += "microbatches // machines"
         raise InvalidOptionError(option="microbatches", value=microbatches, expected=expected)
     return order
 

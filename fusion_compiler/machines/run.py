@@ -26,7 +26,13 @@ from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
 from fusion_compiler.machines.stage import CompiledStage
 
-SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "Interleaved1F1B"}
+SCHEDULES = {
+    Schedule.GPIPE: "GPipe",
+    Schedule.ONE_F_ONE_B: "1F1B",
+    Schedule.INTERLEAVED: "Interleaved1F1B",
+    Schedule.ZERO_BUBBLE: "InterleavedZeroBubble",
+    Schedule.ZBV: "ZBVZeroBubble",
+}
 Loss = Callable[[Any, Any], Tensor]
 DEFAULT = Compression()
 
@@ -35,7 +41,7 @@ class PipelineRunner:
     """A process's stages of a plan, ready to train. Every process of the default group makes one.
 
     plan: from `fc.partition(model, ...)`; the model's own parameters are trained. Process r is the plan's
-        machine r, and runs the stages r, r + the number of machines, and so on.
+        machine r, and runs the stages whose `plan.rank` is r.
     loss: of the last stage's result and the target; the mean over microbatches is trained.
     optimizer: called with this process's parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
     compression: how far slow links are compressed; fast ones never are. None for not at all.
@@ -68,8 +74,11 @@ class PipelineRunner:
         self._check()
         nccl = "nccl" in dist.get_backend()
         self.device: torch.device = device_of(plan, nccl)
-        prepare = preparation(options if options or self.device.type == "cuda" else None)
-        self.numbers: range = range(self.rank, len(plan.stages), self.world)
+        compiled = bool(options) or self.device.type == "cuda"
+        if compiled and plan.schedule.splits_backward:
+            raise PipelineArgumentError(detail="the backward pass of a compiled stage is not split in two")
+        prepare = preparation(options if compiled else None)
+        self.numbers: list[int] = [s.number for s in plan.stages if plan.rank(s.number) == self.rank]
         modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
         choices = choose(compression, plan)
@@ -208,7 +217,7 @@ class PipelineRunner:
         def scaled(output: Any, target: Any) -> Tensor:
             return self.loss(output, target) / count  # a parameter of two stages of a process is scaled once
 
-        stages = self.stages if order is Schedule.INTERLEAVED else self.stages[0]
+        stages = self.stages[0] if order in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else self.stages
         schedule: Any = get_schedule_class(SCHEDULES[order])
         return schedule(stages, count, loss_fn=scaled, scale_grads=False)
 
@@ -227,7 +236,7 @@ class PipelineRunner:
         """Return this process's parameters that others have as well, with their groups; make them equal."""
         groups: dict[tuple[int, ...], Any] = {}
         ties: list[tuple[nn.Parameter, Any]] = []
-        for name, ranks in ranks_of(self.plan, self.world, "parameters").items():
+        for name, ranks in ranks_of(self.plan, "parameters").items():
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
@@ -252,7 +261,7 @@ class PipelineRunner:
             outputs = stage.submod(*(zeros(tensor, self.device) for tensor in stage.inputs))
             trained = [y for y in tuple_of(outputs) if isinstance(y, Tensor) and y.requires_grad]
             torch.autograd.backward(trained, [torch.zeros_like(y) for y in trained])
-            for name, ranks in ranks_of(self.plan, self.world, "buffers").items():
+            for name, ranks in ranks_of(self.plan, "buffers").items():
                 if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
                     detail = f"processes {ranks} all change the buffer {name}"
                     raise PipelineArgumentError(detail=detail)
@@ -288,19 +297,17 @@ def names_of(plan: PipelinePlan, world: int) -> list[str]:
     """Return the name of each process in messages."""
     names: list[str] = []
     for rank in range(world):
-        numbers = ", ".join(str(s.number) for s in plan.stages if s.number % world == rank)
+        numbers = ", ".join(str(s.number) for s in plan.stages if plan.rank(s.number) == rank)
         names.append(f"stage {numbers} (process {rank}, machine {plan.machines[rank].name})")
     return names
 
 
-def ranks_of(
-    plan: PipelinePlan, world: int, kind: Literal["parameters", "buffers"]
-) -> dict[str, tuple[int, ...]]:
+def ranks_of(plan: PipelinePlan, kind: Literal["parameters", "buffers"]) -> dict[str, tuple[int, ...]]:
     """Return for each parameter or buffer the processes whose stages have it, in an order that all share."""
     ranks: dict[str, set[int]] = {}
     for stage in plan.stages:
         for name in getattr(stage, kind):
-            ranks.setdefault(name, set()).add(stage.number % world)
+            ranks.setdefault(name, set()).add(plan.rank(stage.number))
     return {name: tuple(sorted(ranks[name])) for name in sorted(ranks)}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from fusion_compiler.machines.links import Lanes, Wire
@@ -39,7 +40,8 @@ class CompiledStage(_PipelineStageBase):
         self.before, self.after = wires
         self.lanes, self.seed, self.training_step = lanes, seed, 0
         self.microbatches = plan.microbatches
-        self.arrivals: dict[tuple[str, int], tuple[Tensor, dist.P2POp]] = {}
+        self.messages: dict[tuple[str, int], tuple[Tensor, dist.P2POp]] = {}
+        self.arrivals: dict[tuple[str, int], tuple[Tensor | None, ...]] = {}  # from a stage of this process
         self._runtime_validate = False
         self._stage_meta: Any = SimpleNamespace(inputs=self.inputs)
 
@@ -86,27 +88,69 @@ class CompiledStage(_PipelineStageBase):
         buffer = self.before.pack_backward(bwd_chunk_id, gradients)
         return self._send("backward", buffer, self.stage_index - 1)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take what the stage before returned, if that is of the same process: nothing is sent."""
+        outputs = (prev_stage_outputs,) if isinstance(prev_stage_outputs, Tensor) else prev_stage_outputs
+        self.arrivals["forward", mb_index] = tuple(
+            x.detach().requires_grad_(t.differentiable) for x, t in zip(outputs, self.inputs, strict=True)
+        )
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        self.arrivals["backward", mb_index] = next_stage_bwd_outputs
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        if ("forward", fwd_chunk_id) in self.arrivals:
+            return self.arrivals.pop(("forward", fwd_chunk_id))
         assert self.before is not None
         return self.before.unpack_forward(fwd_chunk_id, self._arrived("forward", fwd_chunk_id))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
+        if ("backward", bwd_chunk_id) in self.arrivals:
+            return self.arrivals.pop(("backward", bwd_chunk_id))
         assert self.after is not None
         return self.after.unpack_backward(bwd_chunk_id, self._arrived("backward", bwd_chunk_id))
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], Any]:
+        """Run a part of the backward pass of a microbatch: "full", "input" or "weight".
+
+        For "input", return the gradients of the stage's inputs and what "weight" needs, and release the rest.
+        """
+        if backward_type != "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        outputs, gradients, inputs = (
+            bwd_kwargs.pop(name) for name in ("stage_output", "output_grads", "input_values")
+        )
+        bwd_kwargs.update(stage_output=(), output_grads=None, input_values=())
+        starts: list[Tensor] = []
+        arrived: list[Tensor] = []
+        for i, y in enumerate(outputs):
+            gradient = torch.ones_like(y) if gradients is None else gradients[i]
+            if y.requires_grad and gradient is not None:
+                # PyTorch detaches in place what it starts from, which a view does not allow.
+                starts.append(y.clone() if y._is_view() else y)
+                arrived.append(gradient)
+        leaves = [x for x in inputs if x.requires_grad]
+        computed, rest = stage_backward_input(starts, arrived, leaves, self.submod.parameters())
+        by_leaf = dict(zip(leaves, computed, strict=True))
+        for leaf in leaves:
+            leaf.grad = None
+        return tuple(by_leaf.get(x) for x in inputs), rest
 
     def _receive(self, way: str, microbatch: int, wire: Wire | None, peer: int) -> list[dist.P2POp]:
         if wire is None:
             return []
-        if (way, microbatch) not in self.arrivals:
+        if (way, microbatch) not in self.messages:
             nbytes = (wire.forward if way == "forward" else wire.backward).nbytes
             rank, tag = self.stage_index_to_group_rank[peer], tag_of(way, self.stage_index)
             # over Gloo, all messages of a step are received while the stage computes
             for m in range(microbatch, self.microbatches) if self.lanes.gloo else (microbatch,):
-                self.arrivals[way, m] = self.lanes.receive(nbytes, rank, self.group, tag)
-        return [self.arrivals[way, microbatch][1]]
+                self.messages[way, m] = self.lanes.receive(nbytes, rank, self.group, tag)
+        return [self.messages[way, microbatch][1]]
 
     def _arrived(self, way: str, microbatch: int) -> Tensor:
-        buffer, _ = self.arrivals.pop((way, microbatch))
+        buffer, _ = self.messages.pop((way, microbatch))
         return buffer.to(self.device, non_blocking=True)
 
     def _send(self, way: str, buffer: Tensor, peer: int) -> list[dist.P2POp]:

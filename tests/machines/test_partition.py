@@ -297,6 +297,21 @@ def test_interleaved_stages_go_round() -> None:
     assert len(plan.events) == 2 * 4 * 4
 
 
+def test_zero_bubble_stages_go_round_or_back_and_their_timeline_shows_weights(tmp_path: Path) -> None:
+    model, args = Language(layers=8), (torch.randint(0, 50, (3, 7)),)
+    options: Any = {"machines": THREE[:2], "links": LINK, "stages_per_machine": 2, "microbatches": 4}
+    for schedule, machines in (("zero-bubble", [*"abab"]), ("zbv", [*"abba"])):
+        plan = fc.partition(model, args, schedule=schedule, **options)
+        assert [s.machine for s in plan.stages] == machines
+        assert len(plan.events) == 3 * 4 * 4
+        assert (plan.edges[1].us == 0) == (schedule == "zbv")  # its two stages in the middle share a machine
+        assert "~" in str(plan) and "0~~: of the weights" in str(plan)
+        plan.html(tmp_path / "plan.html")
+        assert "gradients of the weights of microbatch 3" in (tmp_path / "plan.html").read_text()
+    forward = fc.partition(model.eval(), args, schedule="zbv", **options)
+    assert len(forward.events) == 4 * 4 and "~" not in str(forward).split("why")[0]
+
+
 def test_measured_times_are_those_of_this_machine() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1024), nn.Linear(1024, 64))
     plan = fc.partition(model, (torch.randn(256, 64),), machines=THREE[:2], links=LINK, measured=True)

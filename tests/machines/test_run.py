@@ -136,9 +136,13 @@ def compare_tensors(results: list[dict[str, Tensor]], model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "schedule", "local"), [(2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1)]
-)
-@pytest.mark.sample(2)
+    ("world", "schedule", "local"),
+    [
+        (2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1), (2, "zero-bubble", 1),
+        (2, "zero-bubble", 2), (2, "zbv", 2),
+    ],
+)  # fmt: skip
+@pytest.mark.sample(3)
 def test_loss_and_parameters_are_those_of_the_uncut_model(
     world: int, schedule: str, local: int, tmp_path: Path
 ) -> None:
