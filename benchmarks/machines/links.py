@@ -44,6 +44,7 @@ from fusion_compiler.machines.simulate import simulate
 ROOT = Path(__file__).parent.parent.parent
 LINK = fc.Link(bytes_per_s=12.5e6, latency_us=200.0)
 CONTEXT, WIDTH, BLOCKS = 16, 128, 6
+SCHEDULE = Schedule.EAGER  # messages are on their way while the processes compute
 MICROBATCHES, ROWS = 8, 512
 STEPS = 300  # for the loss
 TIMED, WARM = 26, 6  # steps, and those of them that do not count
@@ -104,7 +105,15 @@ def model_of(vocabulary: int) -> Characters:
 def plan_of(model: nn.Module, machines: int, device: torch.device, **options: Any) -> fc.Pipeline:
     example = torch.zeros(ROWS, CONTEXT, dtype=torch.int64, device=device)
     names = [fc.Machine(f"process {i}") for i in range(machines)]
-    return fc.partition(model, (example,), machines=names, links=LINK, microbatches=MICROBATCHES, **options)
+    return fc.partition(
+        model,
+        (example,),
+        machines=names,
+        links=LINK,
+        microbatches=MICROBATCHES,
+        schedule=SCHEDULE,
+        **options,
+    )
 
 
 def device_of(kind: str, rank: int) -> torch.device:
@@ -298,7 +307,7 @@ def row_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
     links = [tuple(pair) for report in reports for pair in report["links"]]
     ways = [report["way"] for report in reports[:-1]]  # through the host
     step = simulate(
-        Schedule.ONE_F_ONE_B,
+        SCHEDULE,
         stages,
         [(forward + way, backward + way) for (forward, backward), way in zip(links, ways, strict=True)],
         len(reports),

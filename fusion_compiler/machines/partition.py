@@ -58,7 +58,8 @@ def partition(
     machines: what runs the stages. Their order in the pipeline is chosen: machines with fast links between
         them are neighbours.
     links: between the machines; one of them without names is for all pairs that no other names.
-    microbatches: how many make a step. schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zbv".
+    microbatches: how many make a step. schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"
+        or "zbv".
     stages_per_machine: 1; more for "interleaved", 1 or more for "zero-bubble", both with `microbatches` a
         multiple of the rounds; 2 for "zbv".
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the

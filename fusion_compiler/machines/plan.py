@@ -51,10 +51,14 @@ class Link:
 class Schedule(StrEnum):
     """The order in which a machine runs the microbatches of its stages, by the names of PyTorch's classes:
     ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble and
-    ScheduleZBVZeroBubble."""
+    ScheduleZBVZeroBubble.
+
+    Eager 1F1B (arXiv 2211.05322) begins with twice as many forward passes as 1F1B, so that messages are on
+    their way while machines compute."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    EAGER = "eager-1f1b"
     INTERLEAVED = "interleaved"
     ZERO_BUBBLE = "zero-bubble"
     ZBV = "zbv"

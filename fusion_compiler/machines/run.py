@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining import schedules
 from torch.optim import Optimizer
 
 import fusion_compiler
@@ -26,12 +26,23 @@ from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
 from fusion_compiler.machines.stage import CompiledStage
 
-SCHEDULES = {
-    Schedule.GPIPE: "GPipe",
-    Schedule.ONE_F_ONE_B: "1F1B",
-    Schedule.INTERLEAVED: "Interleaved1F1B",
-    Schedule.ZERO_BUBBLE: "InterleavedZeroBubble",
-    Schedule.ZBV: "ZBVZeroBubble",
+
+class EagerSchedule1F1B(schedules.Schedule1F1B):
+    def __init__(self, stage: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(stage, *args, **kwargs)
+        # a stage begins with so many forward passes, less its number
+        self._num_stages: int = 2 * stage.num_stages - 1 - stage.stage_index
+
+
+SINGLE: dict[Schedule, Any] = {  # of one stage for each process
+    Schedule.GPIPE: schedules.ScheduleGPipe,
+    Schedule.ONE_F_ONE_B: schedules.Schedule1F1B,
+    Schedule.EAGER: EagerSchedule1F1B,
+}
+SEVERAL: dict[Schedule, Any] = {
+    Schedule.INTERLEAVED: schedules.ScheduleInterleaved1F1B,
+    Schedule.ZERO_BUBBLE: schedules.ScheduleInterleavedZeroBubble,
+    Schedule.ZBV: schedules.ScheduleZBVZeroBubble,
 }
 Loss = Callable[[Any, Any], Tensor]
 DEFAULT = Compression()
@@ -217,9 +228,9 @@ class PipelineRunner:
         def scaled(output: Any, target: Any) -> Tensor:
             return self.loss(output, target) / count  # a parameter of two stages of a process is scaled once
 
-        stages = self.stages[0] if order in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) else self.stages
-        schedule: Any = get_schedule_class(SCHEDULES[order])
-        return schedule(stages, count, loss_fn=scaled, scale_grads=False)
+        if order in SINGLE:
+            return SINGLE[order](self.stages[0], count, loss_fn=scaled, scale_grads=False)
+        return SEVERAL[order](self.stages, count, loss_fn=scaled, scale_grads=False)
 
     def _card(self, compression: Compression | None, seed: int) -> faults.Card:
         return {

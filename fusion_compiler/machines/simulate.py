@@ -65,7 +65,7 @@ def actions(
     rounds = max(1, microbatches // machines) if local > 1 else 1
     block = microbatches // rounds  # microbatches that one stage runs before the machine's next one does
     total = local * microbatches
-    if local > 1:
+    if local > 1 or schedule is Schedule.EAGER:
         warmup = min(total, (local - 1) * block + 2 * (machines - 1 - machine))
     else:
         warmup = min(total, machines - 1 - machine)

@@ -86,7 +86,7 @@ def train(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.sample(4)
 def test_a_step_takes_the_simulated_time(world: int, schedule: str, case: str, tmp_path: Path) -> None:

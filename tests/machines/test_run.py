@@ -138,8 +138,8 @@ def compare_tensors(results: list[dict[str, Tensor]], model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("world", "schedule", "local"),
     [
-        (2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1), (2, "zero-bubble", 1),
-        (2, "zero-bubble", 2), (2, "zbv", 2),
+        (2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1),
+        (4, "eager-1f1b", 1), (2, "zero-bubble", 1), (2, "zero-bubble", 2), (2, "zbv", 2),
     ],
 )  # fmt: skip
 @pytest.mark.sample(3)

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import schedules
 from fusion_compiler.machines.plan import Phase, Schedule
 from fusion_compiler.machines.simulate import actions, in_flight, simulate
 
-GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZBV = Schedule
+GPIPE, ONE_F_ONE_B, EAGER, INTERLEAVED, ZERO_BUBBLE, ZBV = Schedule
 
 
 @pytest.mark.parametrize("schedule", [GPIPE, ONE_F_ONE_B])
@@ -75,8 +75,15 @@ def test_activations_in_flight() -> None:
     assert [in_flight(GPIPE, s, 4, 4, 8) for s in range(4)] == [8, 8, 8, 8]
     assert [in_flight(ONE_F_ONE_B, s, 4, 4, 8) for s in range(4)] == [4, 3, 2, 1]
     assert [in_flight(ONE_F_ONE_B, s, 4, 4, 2) for s in range(4)] == [2, 2, 2, 1]
-    assert [in_flight(ZERO_BUBBLE, s, 4, 4, 8) for s in range(4)] == [4, 4, 4, 4]
-    assert [in_flight(ZBV, s, 8, 4, 8) for s in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [in_flight(EAGER, s, 4, 4, 8) for s in range(4)] == [7, 5, 3, 1]
+
+
+def test_more_microbatches_in_flight_hide_slow_links() -> None:
+    """A microbatch goes through two stages and back in 6 us, and a stage computes for 2 us of these: three
+    in flight fill the time, and two leave a third of it empty."""
+    plain = simulate(ONE_F_ONE_B, [(1.0, 1.0)] * 2, [(1.0, 1.0)], 2, 16).us
+    eager = simulate(EAGER, [(1.0, 1.0)] * 2, [(1.0, 1.0)], 2, 16).us
+    assert (plain, eager) == (16 * 3 + 2, 16 * 2 + 4)
 
 
 @pytest.mark.parametrize(
