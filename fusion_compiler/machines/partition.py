@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,9 +23,11 @@ from fusion_compiler.machines.pipeline import Pipeline
 from fusion_compiler.machines.plan import Link, Machine, Schedule
 from fusion_compiler.machines.reasons import equal_layers, reasons
 from fusion_compiler.machines.simulate import Step, in_flight, simulate
+from fusion_compiler.machines.text import timed
 from fusion_compiler.machines.workload import Workload, repeatable, workload
 
 ADAM_BYTES = 8  # two float32 moments for each element
+AUTO = (Schedule.ONE_F_ONE_B, Schedule.EAGER, Schedule.GPIPE)  # by the activations that they hold
 LOCAL = {  # the least and the most stages that each machine has
     Schedule.INTERLEAVED: (2, math.inf),
     Schedule.ZERO_BUBBLE: (1, math.inf),
@@ -59,7 +61,7 @@ def partition(
         them are neighbours.
     links: between the machines; one of them without names is for all pairs that no other names.
     microbatches: how many make a step. schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"
-        or "zbv".
+        or "zbv"; "auto" for that of the first three whose predicted step is shortest.
     stages_per_machine: 1; more for "interleaved", 1 or more for "zero-bubble", both with `microbatches` a
         multiple of the rounds; 2 for "zbv".
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the
@@ -80,7 +82,10 @@ def partition(
     """
     if not isinstance(model, nn.Module):
         raise NotCallableError(got=type(model).__name__)
-    order = check_schedule(schedule, stages_per_machine, len(machines), microbatches)
+    orders = [
+        check_schedule(name, stages_per_machine, len(machines), microbatches)
+        for name in (AUTO if schedule == "auto" else (schedule,))
+    ]
     if len({m.name for m in machines}) < len(machines):
         raise InvalidOptionError(option="machines", value=machines, expected="machines of different names")
     table = link_table(machines, [links] if isinstance(links, Link) else list(links))
@@ -92,8 +97,13 @@ def partition(
         send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
         repeated = repeatable(work, slowest, send.us) if send else ()
     layout = Layout.of(work, times, frozenset(repeated), optimizer_bytes)
-    problem = Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
-    return problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts)))
+    return shortest(
+        [
+            Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
+            for order in orders
+        ],
+        cuts,
+    )
 
 
 @dataclass(frozen=True)
@@ -202,6 +212,27 @@ class Problem:
             decisions=why,
             graph=layout.work.graph,
         )
+
+
+def shortest(problems: Sequence[Problem], cuts: Sequence[str] | None) -> Pipeline:
+    """Return the plan of the problem whose step is shortest; of plans whose steps differ by less than 1%, the
+    first. Raise MachinesError if no problem has a plan."""
+    plans: list[Pipeline] = []
+    for number, problem in enumerate(problems, 1):
+        try:
+            plans.append(problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts))))
+        except MachinesError:
+            if number == len(problems) and not plans:
+                raise
+    us = min(plan.step_us for plan in plans)
+    best = next(plan for plan in plans if plan.step_us <= 1.01 * us)
+    others: list[Decision] = []
+    for plan in plans:
+        longer = plan.step_us - best.step_us
+        reason = f"the step would take {timed(plan.step_us)}, {plan.step_us / best.step_us:.2f} times as long"
+        if plan is not best:
+            others.append(Decision("schedule", plan.schedule, Outcome.REFUSED, reason, -longer))
+    return replace(best, decisions=(*best.decisions, *others))
 
 
 def check_schedule(schedule: str, local: int, machines: int, microbatches: int) -> Schedule:
