@@ -13,6 +13,7 @@ from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
 from fusion_compiler.passes.fuse.choice import PRODUCTS
 from fusion_compiler.passes.nests.attention import GENERAL_ATTENTION
+from fusion_compiler.passes.nests.masked import MASKED_ATTENTION
 from fusion_compiler.passes.nests.sinks import ATTENTION_SINKS
 from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS
 from fusion_compiler.passes.rewrites.attention_mask import ATTENTION_MASK
@@ -49,6 +50,7 @@ PASSES: tuple[Pass, ...] = (
     SCALED_SCORES,
     OPERANDS_IN_PLACE,
     DECODE_ATTENTION,
+    MASKED_ATTENTION,  # what no kernel for few queries takes
     CONTIGUOUS_OPERANDS,
     EXPERT_PRODUCTS,
     EMBEDDING_BAGS,

@@ -30,7 +30,7 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, spans_of
+from fusion_compiler.codegen.live_loops import Span, read_range, spans_of
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -48,7 +48,7 @@ from fusion_compiler.ir.loops import (
     source_of,
     with_readers,
 )
-from fusion_compiler.ops.arithmetic import ADD, CAST, DIV, EXP, MUL, SUB
+from fusion_compiler.ops.arithmetic import ADD, AND, CAST, DIV, EXP, MUL, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
@@ -141,17 +141,21 @@ class CarryingEmitter(ChainEmitter):
         node = self.loops.nodes[number]
         if number in self.narrow and isinstance(node, Coordinate):
             return self.index(node.index)
-        if (scores := self.unmasked(number)) is not None:
-            return self.tile(scores)
+        if (operand := self.unmasked(number)) is not None:
+            return self.tile(operand)
         tile = super().emitted(number)
         if len(tile.lanes) > 1:
             self.used.setdefault(number, {})[self.lanes] = None
         return tile
 
     def unmasked(self, number: int) -> int | None:
-        """Return what a mask is added to, if it adds zero in the part of the loop that is emitted. Zero may
-        lose its sign by that, which neither a maximum nor an exponential shows."""
+        """Return the operand that a node is in the part of the loop that is emitted: what a mask of zeros is
+        added to, or the rest of a conjunction. Zero may lose its sign by that, which neither a maximum nor an
+        exponential shows."""
         node = self.loops.nodes[number]
+        if is_applied(node, AND):
+            left = [o for o in operands_of(node) if self.literal(o) is not True]
+            return left[0] if len(left) == 1 and len(operands_of(node)) == 2 else None
         if not is_applied(node, ADD) or len(operands_of(node)) != 2 or number not in self.scores:
             return None
         masks = {o for o in operands_of(node) if self.adds_zero(o)}
@@ -173,13 +177,28 @@ class CarryingEmitter(ChainEmitter):
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
         bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
         live = [] if bounds is None else [bound for _, of_part in bounds.values() for bound in of_part]
-        spans = [] if bounds is None else spans_of(self, loop, live)
-        values = {} if bounds is None else {n: value for n, (value, _) in bounds.items()}
+        spans = [] if bounds is None else self.read_spans(loop, spans_of(self, loop, live), bounds)
+        values = {} if bounds is None else {n: value for n, (value, of_part) in bounds.items() if of_part}
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
             self.holding = values if span is not None and span.is_full else {}
             yield
         self.span, self.holding = None, {}
+
+    def read_spans(self, loop: Leaf, spans: list[Span], bounds: Bounds) -> list[Span]:
+        """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
+        read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
+        found = read_range(self, loop, read)
+        size = self.where.axes[loop.axis].size
+        if found is None or not isinstance(size, int):
+            return spans
+        first, end = found
+        spans = spans or [Span(lift(0), lift(size), False)]
+        starts = [first if span.start == lift(0) else tl.maximum(span.start, first) for span in spans]
+        return [
+            Span(start, tl.minimum(span.end, end), span.is_full)
+            for start, span in zip(starts, spans, strict=True)
+        ]
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
         """Return the conditions that hold for every term that changes any of some reductions."""

@@ -3,20 +3,30 @@ for the blocks in which no element is masked.
 
     for first_j in tl.range(0, i_o * 128, 64): ...                     j <= i holds everywhere
     for first_j in tl.range(i_o * 128, i_o * 128 + 128, 64): ...       and here somewhere
+
+Other masks, such as those of documents, are read before the loop, many elements at once: it begins at the
+first element that some row of the program may see, and ends behind the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
 from fusion_compiler.codegen.placed import Emitter
+from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.ir.loops import Compute, Reduce, Value, with_operands
 from fusion_compiler.ops.syntax import Expression, Global, Literal, lift, tl
-from fusion_compiler.schedule.live_blocks import Bound
-from fusion_compiler.schedule.placement import Leaf, Place
+from fusion_compiler.schedule.live_blocks import OPPOSITES, Bound
+from fusion_compiler.schedule.placed_axes import PlacedAxes
+from fusion_compiler.schedule.placement import Leaf, Place, Placement, Split
+from fusion_compiler.schedule.shapes import padded
 
 LEAST_FULL = 0.5  # of the blocks: with fewer that need no mask, one loop has the mask in all of them
+SCANNED = 1024  # elements of which a program reads a mask at once, before a loop
 PROGRAM = (Place.GRID, Place.SHARED)  # where all lanes of a program have one number
 
 
@@ -145,3 +155,115 @@ def _extreme(e: Emitter, loop: Leaf, bound: Bound, sign: int) -> tuple[Parts, in
         if axis in e.where.fused:
             return None
     return tuple(part for part in parts if part[0].extent != 1), const
+
+
+# -- masks that are read -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test of an element of a loop: false if no row of a program sees it.
+
+    column: a node that depends on the element; the test itself if there is no comparison. compare: how it
+    compares with `row`, a node that depends on a row: with the smallest and the largest of the program.
+    """
+
+    column: int
+    holds: bool
+    compare: object = None
+    row: int = 0
+
+    def expression(self, e: Emitter, least: Expression | None, most: Expression | None) -> Expression:
+        value = e.tile(self.column).value
+        if least is None or most is None:
+            return value if self.holds else value.eq(lift(False))
+        if self.compare is operator.eq:
+            return (value >= least) & (value <= most)
+        if self.compare in (operator.lt, operator.le):  # of the column and a row
+            return value < most if self.compare is operator.lt else value <= most
+        return value > least if self.compare is operator.gt else value >= least
+
+
+_MIRRORED: Mapping[object, object] = {
+    operator.eq: operator.eq,
+    operator.lt: operator.gt,
+    operator.le: operator.ge,
+    operator.gt: operator.lt,
+    operator.ge: operator.le,
+}
+
+
+def read_range(
+    e: Emitter, loop: Leaf, conditions: Mapping[int, bool]
+) -> tuple[Expression, Expression] | None:
+    """Emit the reading of masks before a loop. Return the block with the first element that some row may see,
+    and the element behind the last one; None if no condition says that. conditions: the values that they have
+    wherever an element is seen."""
+    size, leaves = e.where.axes[loop.axis].size, e.where.leaves[loop.axis]
+    lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
+    if not isinstance(size, int) or len(leaves) != 2 or len(lanes) != 1 or loop.name not in e.where.steps:
+        return None
+    tests = [t for number, value in conditions.items() if (t := _test_of(e, lanes[0], number, value))]
+    if not tests:
+        return None
+    extremes = [_extremes_of_rows(e, test) for test in tests]
+    name = e.where.axes[loop.axis].name
+    first, end = e.state(f"first_seen_{name}", lift(size)), e.state(f"end_seen_{name}", lift(0))
+    with _scanning(e, loop) as (scan, lane), e.inside_loops([scan]), e.dimensions((lane,)):
+        seen, *others = (t.expression(e, *of) for t, of in zip(tests, extremes, strict=True))
+        for other in others:
+            seen = seen & other
+        seen = e.let("seen", seen)
+        place, _ = e.coordinate(loop.axis)
+        assert place is not None
+        e.add(Assign((first,), tl.minimum(first, tl.min(tl.where(seen, place.value, size)))))
+        e.add(Assign((end,), tl.maximum(end, tl.max(tl.where(seen, place.value + 1, 0)))))
+    return e.let(f"start_{name}", first // loop.step * loop.step), end
+
+
+def _test_of(e: Emitter, lane: Leaf, number: int, value: bool) -> Test | None:
+    """Return the test of a loop's elements that a condition makes, or None if it makes none."""
+    node, lanes = e.loops.nodes[number], frozenset(e.all_lanes)
+    if any(isinstance(e.loops.nodes[n], Reduce) for n in with_operands(e.loops, (number,))):
+        return None
+    if e.depends[number] & lanes == frozenset({lane}):
+        return Test(number, value)
+    if not isinstance(node, Compute) or node.spec.compare is None:
+        return None
+    compare = node.spec.compare if value else OPPOSITES.get(node.spec.compare)
+    sides = [side.node for _, side in node.operands[:2] if isinstance(side, Value)]
+    if len(sides) != 2 or compare not in _MIRRORED:
+        return None
+    if any(e.loops.nodes[side].dtype.is_floating_point for side in sides):  # NaN is not between two numbers
+        return None
+    if e.depends[sides[0]] & lanes == frozenset({lane}):
+        column, row = sides
+    else:
+        (row, column), compare = sides, _MIRRORED[compare]
+    is_apart = e.depends[column] & lanes == frozenset({lane}) and len(e.depends[row] & lanes - {lane}) == 1
+    return Test(column, True, compare, row) if is_apart and lane not in e.depends[row] else None
+
+
+def _extremes_of_rows(e: Emitter, test: Test) -> tuple[Expression | None, Expression | None]:
+    """Return the smallest and the largest number of a program's rows; of rows beyond the last one, zero."""
+    if test.compare is None:
+        return None, None
+    (lane,) = e.depends[test.row] & frozenset(e.all_lanes)
+    with e.dimensions((lane,)):
+        value = e.tile(test.row).value
+        return e.let("least", tl.min(value)), e.let("most", tl.max(value))
+
+
+@contextmanager
+def _scanning(e: Emitter, loop: Leaf) -> Generator[tuple[Leaf, Leaf]]:
+    """Place a loop's axis in larger blocks. Yield the leaf of the loop over them, and that of their lanes."""
+    before, axis = e.where, e.where.axes[loop.axis]
+    block = min(SCANNED, padded(cast(int, axis.size)))
+    directives = (
+        Split(axis.name, block) if isinstance(d, Split) and d.axis == axis.name else d
+        for d in e.placement.directives
+    )
+    e.where = PlacedAxes.of(e.loops, Placement(tuple(directives)))
+    scan, lane = sorted(e.where.leaves[loop.axis], key=lambda leaf: leaf.place is Place.LANES)
+    yield scan, lane
+    e.where = before

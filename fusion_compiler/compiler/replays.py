@@ -92,10 +92,14 @@ class Replays:
         assert setting is not None
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
-        is_copied = info.phase is Phase.INFERENCE  # in training results are lent
-        results = dict.fromkeys(plan.dag.outputs if is_copied else ())
-        copied = nbytes((meta for name in results for meta in plan.dag.op(name).outputs), at)
+        arguments = [n for n in plan.dag.inputs if plan.dag.op(n).target == "placeholder"]
+        copied = [n for i, n in enumerate(arguments) if i not in info.static_inputs]
+        if info.phase is Phase.INFERENCE:  # in training results are lent
+            copied += dict.fromkeys(plan.dag.outputs)
+        if info.phase is Phase.BACKWARD:  # most of its arguments are what its forward pass has saved
+            copied = []
+        copied_bytes = nbytes((meta for name in copied for meta in plan.dag.op(name).outputs), at)
         if at != setting.hints:
             allocated = ordered(plan, info.owned, at, info.donated).allocated
-        copy_us = 2e6 * copied / setting.device.copy_bandwidth
+        copy_us = 2e6 * copied_bytes / setting.device.copy_bandwidth
         return Terms(time.host_us, time.gpu_us, allocated, copy_us, time.replay_us)

@@ -48,7 +48,7 @@ class Terms:
     unasked.
 
     host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes
-    that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its results out.
+    that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its arguments in and its results out.
     replay_us: of the host, to replay its CUDA graph.
     """
 
@@ -63,7 +63,7 @@ class Terms:
 
     @property
     def recorded_us(self) -> float:
-        """Return the time of a replay, with copies of the results."""
+        """Return the time of a replay, with the copies."""
         return max(self.gpu_us + self.copy_us, self.replay_us)
 
     @property
@@ -77,7 +77,7 @@ class Terms:
         return self._refusal(SLOWEST_HOST) is None
 
     def _refusal(self, slower: float) -> str | None:
-        copies = f" and copies of its results {self.copy_us:.0f} us" if self.copy_us >= 1 else ""
+        copies = f" and the copies of a CUDA graph {self.copy_us:.0f} us" if self.copy_us >= 1 else ""
         if self.host_us <= self.replay_us:
             return f"its launches take {self.host_us:.0f} us, a CUDA graph's {self.replay_us:.0f} us"
         if slower * self.host_us <= self.recorded_us:

@@ -26,7 +26,7 @@ MOST_PARTS = 64  # of a loop: merging them reads what programs store
 SHAPES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
     (64, ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 3))),
     (128, ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3))),
-    (256, ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2))),
+    (256, ((64, 64, 8, 2), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), (128, 32, 8, 2), (32, 32, 4, 2))),
 )
 
 
@@ -36,7 +36,7 @@ def placements(
     """Yield placements, best first. order: the axes from the outermost one in memory to the innermost.
     itemsizes: bytes of an element of the buffers, as far as they are known."""
     names = [axis.name for axis in loops.axes]
-    width = max(hint(loops.axes[k].size) for k in chain.features)
+    width = _width(loops, chain)
     shapes = next(shapes for most, shapes in SHAPES if width <= most)
     if chain.across:
         yield from _over_rows_and_columns(loops, chain, order, shapes)
@@ -63,6 +63,15 @@ def placements(
         units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))
         if _shared_bytes(loops, chain, where, stages, itemsizes) <= device.shared_bytes_of_program:
             yield Placement((*directives, *units), warps, stages)
+
+
+def _width(loops: LoopNest, chain: Chain) -> int:
+    """Return the most features of a row that lie side by side; parts of an axis are axes of their own."""
+    features: dict[str, frozenset[int]] = {}
+    for node, axes in zip(loops.nodes, loops.node_axes, strict=True):
+        if isinstance(node, Load):
+            features[node.buffer] = features.get(node.buffer, frozenset()) | (axes & chain.features)
+    return max(sum(hint(loops.axes[k].size) for k in axes) for axes in features.values())
 
 
 def _shared_bytes(

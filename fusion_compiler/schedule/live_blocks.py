@@ -48,7 +48,8 @@ class Bound:
 
 
 Sum = tuple[Mapping[int, int], int]  # coefficients by axis, and a constant
-# By the node of a condition: its value where no mask leaves an element out, and the bounds that it means.
+# By the node of a condition: its value where no mask leaves an element out, and the bounds that it means. It
+# means none if it is about other values than places.
 Bounds = Mapping[int, tuple[bool, tuple[Bound, ...]]]
 LOWEST = -1e30  # a mask that adds this makes exp(s - max(s)) zero, if an element of the row has none
 
@@ -59,17 +60,18 @@ _COMPARISONS: Mapping[object, Callable[[Sum], tuple[Sum, ...]]] = {
     operator.lt: lambda s: (_plus(_times(s, -1), -1),),
     operator.eq: lambda s: (s, _times(s, -1)),
 }
-_OPPOSITES: Mapping[object, object] = {
+OPPOSITES: Mapping[object, object] = {
     operator.gt: operator.le,
     operator.ge: operator.lt,
     operator.lt: operator.ge,
     operator.le: operator.gt,
+    operator.ne: operator.eq,
 }
 
 
 def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
-    """Return the conditions outside of which a node is zero or -inf (`neutral`), as far as they are bounds on
-    axes. Other operands are taken to be finite, so that zero times a value that is masked is zero, and
+    """Return the conditions outside of which a node is zero or -inf (`neutral`), with the bounds on axes that
+    they are. Other operands are taken to be finite, so that zero times a value that is masked is zero, and
     divisors not to be zero.
 
     Masks of the lowest finite number count as -inf if they leave an element in each row and column.
@@ -142,8 +144,7 @@ class _Reading:
         for part, value in _parts(self.nodes, condition, is_shown):
             of_part = _of_condition(self.loops, part, opposite=not value)
             self.is_complete &= neutral == 0 or bool(of_part)
-            if of_part:
-                bounds[part] = value, of_part
+            bounds[part] = value, of_part
         if values[are_masks.index(True)] != neutral:
             self.lowest |= bounds.keys()
         inner = operand_of(node, "self" if is_shown else "other")
@@ -210,7 +211,7 @@ def _of_condition(loops: LoopNest, number: int, opposite: bool = False) -> tuple
         return _of_condition(loops, operands_of(node)[0], not opposite)
     if not isinstance(node, Compute) or node.spec.compare is None:
         return ()
-    compare: object = _OPPOSITES.get(node.spec.compare) if opposite else node.spec.compare
+    compare: object = OPPOSITES.get(node.spec.compare) if opposite else node.spec.compare
     left, right = (_sum_of(loops, side) for _, side in node.operands[:2])
     if compare not in _COMPARISONS or left is None or right is None:
         return ()

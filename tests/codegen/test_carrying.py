@@ -4,6 +4,7 @@ float64."""
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusion_compiler.codegen import assemble
+from fusion_compiler.codegen import assemble, live_loops
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.kernel import Program
 from fusion_compiler.ir.loops import COLS, INNER, Value
@@ -164,6 +165,74 @@ def test_blocks_that_no_query_sees_are_not_visited(name: str, blocks: tuple[int,
         dead = torch.nn.functional.pad(torch.zeros(end), (0, keys - end), value=math.nan)
         (out, _) = run(built(nest, placement(*blocks)), tensors | {"v": tensors["v"] + dead[:, None]})
         assert out.isfinite().all()
+
+
+def read_mask(target: str, holds: Callable[[Tensor, Tensor], Tensor]) -> Variant:
+    """Return scores where numbers of a row and of a key, which lie in memory, compare in some way."""
+
+    def mask(nest: Chain) -> Value:
+        row, key = (nest.tensor(f"of_{axis}", "b", axis, dtype=torch.int64) for axis in "ij")
+        return nest.compare(target, row, key)
+
+    def plain(i: Tensor, j: Tensor, of_i: Tensor, of_j: Tensor) -> Tensor:
+        return holds(of_i[:, None, :, None], of_j[:, None, None, :])
+
+    return nests.masked(nests.causal(nests.scaled(0.25)), mask, plain, of_i="bi", of_j="bj")
+
+
+READ = {
+    "eq.Tensor": operator.eq,
+    "ge.Tensor": operator.ge,
+    "gt.Tensor": operator.gt,
+    "le.Tensor": operator.le,
+    "lt.Tensor": operator.lt,
+    "ne.Tensor": operator.ne,
+}
+
+
+@pytest.mark.parametrize("target", READ)
+@pytest.mark.parametrize("are_sorted", [True, False])
+def test_masks_in_memory_bound_a_loop(target: str, are_sorted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents, packed positions and the like, where some rows see nothing."""
+    monkeypatch.setattr(live_loops, "SCANNED", 32)
+    variant = read_mask(target, READ[target])
+    nest = nests.attention(variant, torch.float32, 2, 2, 96, 16, 120, 16)
+    tensors = drawn(nest) | {"of_i": torch.randint(-3, 6, (2, 96)), "of_j": torch.randint(-4, 5, (2, 120))}
+    if are_sorted:
+        tensors |= {name: tensors[name].sort(-1).values for name in ("of_i", "of_j")}
+    place = placement(16, 16)
+    compare(variant, nest, place, tensors)
+    assert ("first_seen" in built(nest, place).kernels[0].source) == (target != "ne.Tensor")
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_masks_of_keys_bound_a_loop(is_hidden: bool) -> None:
+    def mask(nest: Chain) -> Value:
+        keys = nest.tensor("keys", "b", "j", dtype=torch.bool)
+        return nest.op("bitwise_not.default", keys, dtype=torch.bool) if is_hidden else keys
+
+    def plain(i: Tensor, j: Tensor, keys: Tensor) -> Tensor:
+        return (keys != is_hidden)[:, None, None, :]
+
+    variant = nests.masked(nests.scaled(0.25), mask, plain, keys="bj")
+    nest = nests.attention(variant, torch.float32, 3, 2, 48, 16, 120, 16)
+    shown = torch.zeros(3, 120, dtype=torch.bool)
+    shown[0, 37:90] = torch.rand(53) < 0.5
+    shown[1, 100:] = True
+    tensors = drawn(nest) | {"keys": shown != is_hidden}
+    compare(variant, nest, placement(16, 16), tensors)
+    assert "first_seen" in built(nest, placement(16, 16)).kernels[0].source
+
+
+def test_blocks_before_and_behind_all_documents_of_a_program_are_not_visited() -> None:
+    variant = read_mask("eq.Tensor", operator.eq)
+    nest = nests.attention(variant, torch.float32, 1, 2, 96, 16, 96, 16)
+    documents = torch.arange(96)[None] // 32
+    is_dead = torch.zeros(96)
+    is_dead[:32] = math.nan
+    tensors = drawn(nest) | {"of_i": documents, "of_j": documents}
+    (out, _) = run(built(nest, placement(16, 16)), tensors | {"v": tensors["v"] + is_dead[:, None]})
+    assert out[:, :, 32:].isfinite().all() and out[:, :, :32].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -3,6 +3,7 @@ values and gradients."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -138,6 +139,52 @@ def test_kernels_are_as_close_to_float64_as_eager(name: str) -> None:
     assert not any(wrong), wrong
     nests = [plan for plan in compiled.plan if ".nest_" in plan.name]
     assert len(nests) > 2 and all(len(plan.clusters) == 1 and not plan.leftovers for plan in nests)
+
+
+def test_widths_that_are_no_power_of_two_are_two_axes() -> None:
+    """The parts have as many features as tiles, so that no tile has a mask for them."""
+    variant = BY_NAME["soft cap, wide keys (MLA)"]
+    inputs = inputs_of(variant, Shape(1, 2, 48, 48, 80))
+    compiled = fc.compile(variant.code, backend="interpret", disable=("fused attention",))
+    for one, theirs, exact in zip(*run_all(compiled, variant.code, inputs), strict=True):
+        assert not (wrong := not_as_close(one, theirs, exact)), wrong
+    for dag in bodies_of(compiled).values():
+        loops = lower_chain(dag)
+        sizes = {axis.size for axis in loops.axes}
+        assert sizes.isdisjoint({80}) and {32, 16, 64} <= sizes, sizes
+
+
+class Layer(torch.nn.Module):
+    """Soft-capped attention as models write it: heads are a dimension of features, before and after."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inner = torch.nn.Linear(width, 3 * width)
+        self.outer = torch.nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.inner(x).split(width, -1)
+        q, k, v = (part.view(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        return self.outer(variants.soft_capped(q, k, v).view(batch, length, width))
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_operands_and_results_are_not_copied_into_another_order(is_trained: bool) -> None:
+    torch.manual_seed(7)
+    layer = Layer(24, 3).requires_grad_(is_trained)
+    x = torch.randn(2, 40, 24, requires_grad=is_trained)
+    compiled = fc.compile(layer, backend="interpret", disable=("fused attention",))
+    exact = copy.deepcopy(layer).double()
+    results = []
+    for code, dtype in ((compiled, torch.float32), (layer, torch.float32), (exact, torch.float64)):
+        y = code(z := x.detach().to(dtype).requires_grad_(is_trained))
+        weights = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)
+        results.append([y, *(torch.autograd.grad((y * weights).sum(), [z]) if is_trained else ())])
+    assert [not_as_close(*of) for of in zip(*results, strict=True)] == [None] * len(results[0])
+    plan = next(p for p in compiled.plan if "nest" not in p.name)
+    assert not any(n.target is torch.ops.aten.clone.default for n in plan.dag.nodes.values())
 
 
 def test_dropped_probabilities_are_the_same_in_all_nests() -> None:

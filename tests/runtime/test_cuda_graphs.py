@@ -234,7 +234,7 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
         (replace(PAYS, gpu_us=1000.0, peak=1 << 27), "what they launch 1000 us"),  # where that keeps little
         (replace(PAYS, gpu_us=1800.0, copy_us=0.0), "its launches take 900 us, what they launch 1800 us"),
         (replace(PAYS, peak=5 << 30), None),  # how much may be kept is the pool's to say
-        (replace(PAYS, copy_us=1600.0), "what they launch 300 us and copies of its results 1600 us"),
+        (replace(PAYS, copy_us=1600.0), "what they launch 300 us and the copies of a CUDA graph 1600 us"),
         (replace(PAYS, host_us=160.0, gpu_us=2.0), "its launches take 160 us, a CUDA graph's 160 us"),
     ],
 )

@@ -192,6 +192,17 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return out if half_to_float else out.to(x.dtype)
 
 
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute a softmax that is zero, and has no gradient, in rows whose elements all are -inf."""
+    wide = widened(x.contiguous()) if dtype is None else widened(x.to(dtype))
+    if wide.numel() == 0:
+        return wide.to(dtype or x.dtype)
+    most = torch.clamp_min(torch.amax(wide, dim, keepdim=True), torch.finfo(wide.dtype).min)
+    exp = torch.exp(wide - most)
+    total = torch.clamp_min(torch.sum(exp, dim, keepdim=True), torch.finfo(wide.dtype).tiny)
+    return (exp / total).to(dtype or x.dtype)
+
+
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x.contiguous())
     if wide.numel() == 0:
@@ -262,6 +273,7 @@ TABLE: dict[OpOverload, Callable[..., Any]] = {
     group_norm.group_norm_backward: _group_norm_as_it_lies_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten._softmax.default: _softmax,
+    aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,

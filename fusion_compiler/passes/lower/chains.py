@@ -26,6 +26,8 @@ from fusion_compiler.passes.lower.products import product_of
 from fusion_compiler.passes.lower.rounding import Rounding
 from fusion_compiler.passes.lower.simplify import simplify
 from fusion_compiler.passes.lower.space import Coords, Illegal, Space, is_reduction, reduced_by
+from fusion_compiler.passes.lower.uneven_widths import in_powers_of_two
+from fusion_compiler.schedule.chains import Chain
 
 
 def lower_chain(dag: OpDag) -> LoopNest:
@@ -39,7 +41,9 @@ def lower_chain(dag: OpDag) -> LoopNest:
     space = Space(tuple((s,) for s in shape), tuple(COLS for _ in shape), is_free=True)
     ordered = (anchor, *(n for n in outputs if n != anchor))
     loops = attempts(lambda space: _Chain(dag, ops, ordered, space, Rounding(frozenset(outputs))), space)
-    return simplify(loops)
+    loops = simplify(loops)
+    chain = Chain.of(loops)
+    return loops if chain is None else in_powers_of_two(loops, chain.features)
 
 
 def _is_product(dag: OpDag, name: str) -> bool:

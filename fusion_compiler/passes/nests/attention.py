@@ -19,7 +19,7 @@ p * (do @ v^T) no longer cancel exactly with their sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.nests import region as region_of_scores
 from fusion_compiler.passes.nests.body import Nest, nests_of
+from fusion_compiler.passes.nests.copies import before_copy, copy_behind, sizes
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, Region, count, regions
-from fusion_compiler.passes.rewrites.mask_algebra import expression
 from fusion_compiler.schedule.chains import Chain
 
 _aten = torch.ops.aten
@@ -121,6 +121,7 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
     tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
     tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
     first, inputs = nest.results[0], tuple(items.get(n, n) for n in nest.inputs)
+    copied = [path for e in nest.exits if (path := copy_behind(e.node))]
     with graph.inserting_before(first):
         call = graph.create_node("call_function", target, inputs, {}, target.name)
         call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
@@ -130,6 +131,10 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
         item.meta = {**node.meta, **tag}
         items[node] = item
         node.replace_all_uses_with(item)
+    for path in copied:
+        end = path[0].all_input_nodes[0]
+        for reader in [u for u in end.users if u is not path[0]]:
+            reader.replace_input_with(end, before_copy(path, items[path[-1]], reader))
 
 
 # -- row sums of gradients ------------------------------------------------------------------------------
@@ -228,24 +233,17 @@ def _emit_sum(node: fx.Node, product: fx.Node, result: fx.Node) -> bool:
     if not (same and transposed and _is_transposed(values, read)):
         return False
     value = node.meta["val"]
-    sizes = _sizes(node.graph, value.shape)
-    if sizes is None:
+    shape = sizes(node.graph, value.shape)
+    if shape is None:
         return False
     with node.graph.inserting_before(node):
         wide = [emit(node, _aten._to_copy.default, n, dtype=value.dtype) for n in (gradient, result)]
         total = emit(node, _aten.sum.dim_IntList, emit(node, _aten.mul.Tensor, *wide), [2])
-        total = emit(node, _aten.view.default, total, sizes)
+        total = emit(node, _aten.view.default, total, shape)
     for new in (*wide, total, *total.all_input_nodes, *total.all_input_nodes[0].all_input_nodes):
         new.meta = {**node.meta, **new.meta}
     node.replace_all_uses_with(total)
     return True
-
-
-def _sizes(graph: fx.Graph, shape: Sequence[Any]) -> list[Any] | None:
-    """Return sizes for a call: numbers, and the nodes that have the others; None if a size has no node."""
-    nodes = {expression(n.meta["val"]): n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
-    sizes = [n if isinstance(n, int) else nodes.get(expression(n)) for n in shape]
-    return None if None in sizes else sizes
 
 
 def _stored(node: Any) -> Any:

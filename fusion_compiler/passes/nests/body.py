@@ -26,6 +26,7 @@ from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.schema import HALVES, is_cast
+from fusion_compiler.passes.nests.copies import copy_behind, is_free_copy
 from fusion_compiler.passes.nests.region import PRODUCTS, Exit, Region, count, is_pointwise
 
 _aten = torch.ops.aten
@@ -118,7 +119,8 @@ def nests_of(region: Region, order: Mapping[fx.Node, int]) -> tuple[Nest, ...]:
     nests = [_nest(region, tuple(groups[key]), order) for key in sorted(groups, key=lambda k: k[:2])]
     outside = {n for nest in nests for n in nest.inputs}
     return tuple(
-        replace(n, results=tuple(e.node for e in n.exits if e.node in outside | {*n.results})) for n in nests
+        replace(n, results=tuple(r for r in map(_stored, n.exits) if r in outside | {*n.results}))
+        for n in nests
     )
 
 
@@ -126,12 +128,18 @@ def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int])
     ends = [e.node for e in exits]
     inside = _slice(region, ends, region.statistics - set(ends))
     inside -= region.statistics - set(ends)
+    inside |= {n for end in ends for n in copy_behind(end)}
     for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
         inside |= _computed(node)
     nodes = sorted(inside, key=order.__getitem__)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    results = tuple(n for n in ends if any(u not in inside for u in n.users))
+    results = tuple(n for n in map(_stored, exits) if any(u not in inside for u in n.users))
     return Nest(exits, tuple(nodes), tuple(inputs), results)
+
+
+def _stored(end: Exit) -> fx.Node:
+    """Return what a nest stores of an exit: the copy that the graph makes of it, if there is one."""
+    return (end.node, *copy_behind(end.node))[-1]
 
 
 def _slice(region: Region, ends: Sequence[fx.Node], stops: frozenset[fx.Node]) -> set[fx.Node]:
@@ -149,9 +157,11 @@ def _computed(node: fx.Node) -> set[fx.Node]:
     """Return a value that a nest reads, and all that it is computed from, if that is worth to be computed
     again. If not, return the views through which it is read."""
     views = set[fx.Node]()
-    while is_view_node(node) and isinstance(node.args[0], fx.Node) and node.target is not operator.getitem:
+    while is_free_copy(node) or (
+        is_view_node(node) and isinstance(node.args[0], fx.Node) and node.target is not operator.getitem
+    ):
         views.add(node)
-        node = node.args[0]
+        node = node.all_input_nodes[0]
 
     def is_inner(node: fx.Node) -> bool:
         return is_pointwise(node) and node.target not in PRODUCTS

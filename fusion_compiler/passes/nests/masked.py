@@ -1,0 +1,80 @@
+"""Calls of attention with a mask that no flash kernel takes are written out, for one nest forward and a few
+backward (`passes.nests.attention`).
+
+    sdpa(q, k, v, mask)   ->   safe_softmax(q @ k^T * scale, masked) @ v
+
+PyTorch computes such a call with a kernel that reads the mask for all scores. A nest computes a mask from what
+it is made of, and leaves out the keys that it hides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from fusion_compiler.capture.graphs import arguments, emit
+from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ops.decompositions.tensors import hinted
+from fusion_compiler.ops.schema import HALVES
+from fusion_compiler.passes.nests import region
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
+
+_aten = torch.ops.aten
+_SDPA = _aten.scaled_dot_product_attention.default
+RULE = "masked attention"
+DEVICES = ("cuda",)  # on a CPU, PyTorch's call with a mask is the better one
+
+
+def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
+    named = arguments(call)
+    if not region.ENABLED or named["attn_mask"] is None:
+        return None
+    if call.meta["val"].device.type not in DEVICES:
+        return None
+    return _refusal(named) or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
+
+
+def _refusal(named: dict[str, Any]) -> str:
+    query, key, value = (named[n].meta["val"] for n in ("query", "key", "value"))
+    if query.dtype not in HALVES or not query.dtype == key.dtype == value.dtype:
+        return f"scores of {query.dtype} are multiplied by a library"
+    if query.dim() != 4 or key.dim() != 4 or named["is_causal"]:
+        return "it is no call of four dimensions with a mask alone"
+    rows, keys, width, values = (hinted(n) for n in (query.shape[2], key.shape[2], key.shape[3], value.shape[3]))
+    if max(width, values) > region.MOST_WIDTH:
+        return f"heads of {max(width, values)} are wider than {region.MOST_WIDTH}"
+    if rows * keys < region.LEAST_GAIN * (rows + keys) * width:
+        return "its scores are few beside queries and keys"
+    return ""
+
+
+def _write_out(call: fx.Node) -> fx.Node:
+    named = arguments(call)
+    query, key, value, mask = (named[n] for n in ("query", "key", "value", "attn_mask"))
+    scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if named["scale"] is None else named["scale"]
+    heads, shared = query.meta["val"].shape[1], key.meta["val"].shape[1]
+    if heads != shared:
+        key, value = (emit(call, _aten.repeat_interleave.self_int, x, heads // shared, 1) for x in (key, value))
+    scores = emit(call, _aten.matmul.default, query, emit(call, _aten.transpose.int, key, -2, -1))
+    scores = emit(call, _aten.mul.Tensor, scores, scale)
+    if mask.meta["val"].dtype is torch.bool:
+        scores = emit(call, _aten.where.ScalarOther, mask, scores, -math.inf)
+    else:
+        scores = emit(call, _aten.add.Tensor, scores, mask)
+    weights = emit(call, _aten._safe_softmax.default, scores, -1)
+    if named["dropout_p"]:
+        weights = emit(call, _aten.dropout.default, weights, named["dropout_p"], True)
+    return emit(call, _aten.matmul.default, weights, value)
+
+
+MASKED_ATTENTION = Pass(
+    RULE,
+    Replacements(RULE, (_SDPA,), _look),
+    does="Write out attention calls whose mask no flash kernel takes, so that they become nests.",
+    when="16-bit dtypes on a GPU, and more scores than elements of queries and keys",
+    gains="no mask is stored, and keys that it hides are not read",
+    rounds_as_eager=False,
+)
