@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from fusion_compiler.capture.arguments import in_forward_mode, is_plain
 from fusion_compiler.capture.first_run import has_effects
-from fusion_compiler.capture.graphs import nodes_in
+from fusion_compiler.capture.graphs import copied, emit, nodes_in
 from fusion_compiler.capture.tangents import Missing, tangents_of, without
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.layout import is_view_node
@@ -86,6 +86,7 @@ def split(graph: fx.GraphModule, later: Collection[int]) -> Halves:
     """
     if has_effects(graph.graph):
         raise Refused("it writes, draws random numbers, or calls an operator of another library")
+    graph = _convolutions_apart(graph)
     arguments = graph.graph.find_nodes(op="placeholder")
     results: Sequence[Any] = graph.graph.output_node().args[0]  # type: ignore[assignment]
     early = [None if i in later else result for i, result in enumerate(results)]
@@ -106,6 +107,23 @@ def split(graph: fx.GraphModule, later: Collection[int]) -> Halves:
         _part(graph, [*saved, *computed], late),
         tuple(arguments.index(node) for node in saved),
     )
+
+
+def _convolutions_apart(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a graph in which no call computes a convolution's gradients of both its input and its
+    weights. Two calls take as long as one: each gradient has a kernel of its own."""
+    copy, _ = copied(graph)
+    target = torch.ops.aten.convolution_backward.default
+    for node in copy.graph.find_nodes(op="call_function", target=target):
+        *operands, (of_input, of_weight, of_bias) = node.args
+        with copy.graph.inserting_before(node):
+            for mask in ([of_input, False, False], [False, of_weight, of_bias]):
+                part = emit(node, target, *operands, mask)
+                for user in list(node.users):
+                    if mask[user.args[1]]:
+                        user.replace_input_with(node, part)
+        copy.graph.erase_node(node)
+    return copy
 
 
 def _recomputed(graph: fx.GraphModule) -> set[fx.Node]:

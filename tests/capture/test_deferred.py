@@ -177,6 +177,24 @@ def test_sizes_among_the_arguments_are_no_obstacle_to_right_gradients() -> None:
         model.zero_grad()
 
 
+def test_a_convolution_computes_the_gradients_of_its_weights_in_the_second_half() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 3)).double()
+    fast = fc.compile(model, backend="eager")
+    x = torch.randn(2, 2, 8, 8, dtype=torch.double, requires_grad=True)
+    y = fast(x)
+    with deferring() as deferred:
+        y.square().sum().backward()
+    assert len(deferred.steps) == 1
+    deferred.run()
+    ours = gradients(model, [x])
+    model.zero_grad()
+    x.grad = None
+    model(x).square().sum().backward()
+    torch.testing.assert_close(ours, gradients(model, [x]), rtol=1e-11, atol=1e-13)
+    calls = {plan.name: str(plan).count("convolution_backward") for plan in fast.plan}
+    assert calls["graph0_inputs.backward"] and calls["graph0_weights.backward"]
+
+
 def test_a_backward_that_writes_is_not_split() -> None:
     def write(tangents_1: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
         return buffer.add_(tangents_1), tangents_1 * 2
