@@ -386,7 +386,10 @@ class _Compilers:
         return _boxed(self._compiled(graph, fakes, replace(info, name=name, digest=digest)))
 
     def _half(self, info: GraphInfo, graph: fx.GraphModule, half: str) -> Boxed:
-        """Compile a half of a backward, as a graph of its own: it is recorded with no forward."""
+        """Compile a half of a backward, as a graph of its own: it is recorded with no forward.
+
+        half: its name, and behind a space what it is compiled for.
+        """
         nodes = graph.graph.find_nodes(op="placeholder")
         info = replace(
             info,

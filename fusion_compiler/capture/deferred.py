@@ -31,7 +31,7 @@ from fusion_compiler.ops.table import is_always_held
 from fusion_compiler.runtime.boxed import Boxed, boxed
 from fusion_compiler.runtime.retained import is_kept
 
-CompileHalf = Callable[[fx.GraphModule, str], Boxed]  # of a graph and a text: which half, and of what
+CompileHalf = Callable[[fx.GraphModule, str], Boxed]  # of a graph, and its name with what it is compiled for
 
 
 @dataclass
@@ -170,9 +170,9 @@ def deferrable(run: Boxed, graph: fx.GraphModule, compile: CompileHalf) -> Boxed
         with compile_lock:
             if (missing, later) not in compiled:
                 parts = split(without(graph, missing) if any(missing) else graph, later)
-                about = f"{later} without {missing}"
-                inputs = _compiled(parts.inputs, f"inputs {about}", compile)
-                weights = _compiled(parts.weights, f"weights {about}", compile)
+                about = f"{len(compiled) + 1 if compiled else ''} {later} without {missing}"
+                inputs = _compiled(parts.inputs, f"inputs{about}", compile)
+                weights = _compiled(parts.weights, f"weights{about}", compile)
                 compiled[missing, later] = inputs, weights, parts.saved
             return compiled[missing, later]
 
@@ -208,15 +208,14 @@ def _parameters(results: Sequence[Any]) -> dict[int, nn.Parameter]:
     running, by position. Those with hooks are left out: autograd would call the hooks twice."""
     node: Any = torch._C._current_autograd_node()
     leaves: list[Any] = [getattr(after, "variable", None) for after, _ in node.next_functions]
-    if len(leaves) != len(results):
-        raise Refused("its forward takes arguments that are no tensors, such as sizes")
-    return {
+    parameters = {
         i: leaf
         for i, leaf in enumerate(leaves)
-        if isinstance(leaf, nn.Parameter)
-        and isinstance(results[i], fx.Node)
-        and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+        if isinstance(leaf, nn.Parameter) and not (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
     }
+    if parameters and len(leaves) != len(results):
+        raise Refused("its forward takes arguments that are no tensors, such as sizes")
+    return {i: leaf for i, leaf in parameters.items() if isinstance(results[i], fx.Node)}
 
 
 def _accumulate(parameters: Iterable[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
