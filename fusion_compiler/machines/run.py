@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 import fusion_compiler
 from fusion_compiler.api import compile
+from fusion_compiler.capture.deferred import Deferred
 from fusion_compiler.errors import PipelineArgumentError
-from fusion_compiler.ir.decision import Decision
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.machines import faults
 from fusion_compiler.machines.compression import Compression, Prepare, choose
 from fusion_compiler.machines.links import Lanes, Wire
@@ -86,8 +87,6 @@ class PipelineRunner:
         nccl = "nccl" in dist.get_backend()
         self.device: torch.device = device_of(plan, nccl)
         compiled = bool(options) or self.device.type == "cuda"
-        if compiled and plan.schedule.splits_backward:
-            raise PipelineArgumentError(detail="the backward pass of a compiled stage is not split in two")
         prepare = preparation(options if compiled else None)
         self.numbers: list[int] = [s.number for s in plan.stages if plan.rank(s.number) == self.rank]
         modules = plan.modules()
@@ -112,10 +111,12 @@ class PipelineRunner:
                     else None
                     for e in (n - 1, n)
                 ]
-                self.stages.append(CompiledStage(prepare(module), n, plan, self._lanes, wires, seed))
+                stage = CompiledStage(prepare(module), n, plan, self._lanes, wires, seed, compiled)
+                self.stages.append(stage)
             self.parameters: dict[str, Any] = tensors_of(self.modules.values(), "named_parameters")
             self.buffers: dict[str, Any] = tensors_of(self.modules.values(), "named_buffers")
             self.ties: list[tuple[nn.Parameter, Any]] = self._tie()
+            self.splits: dict[int, Decision] = {}  # of compiled stages in zero-bubble schedules, by number
             for stage in self.stages:
                 self._warm_up(stage)
                 if stage.before:
@@ -204,6 +205,7 @@ class PipelineRunner:
     def __str__(self) -> str:
         """Return the edges of this process: how they are compressed, bytes of a microbatch, and why."""
         lines = [f"process {self.rank} of {self.world}: stages {', '.join(map(str, self.numbers))}"]
+        lines += [f"  {decision}" for decision in self.splits.values()]
         for stage in self.stages:
             if (wire := stage.after) is not None:
                 raw = wire.edge.forward_bytes + wire.edge.backward_bytes
@@ -269,13 +271,33 @@ class PipelineRunner:
         """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus), unchanged(self.modules[stage.stage_index]) as before:
-            outputs = stage.submod(*(zeros(tensor, self.device) for tensor in stage.inputs))
+            inputs = [zeros(tensor, self.device) for tensor in stage.inputs]
+            outputs = stage.submod(*inputs)
             trained = [y for y in tuple_of(outputs) if isinstance(y, Tensor) and y.requires_grad]
-            torch.autograd.backward(trained, [torch.zeros_like(y) for y in trained])
+            gradients = [torch.zeros_like(y) for y in trained]
+            if self.plan.schedule.splits_backward and not stage.is_first:
+                values = {"stage_output": trained, "output_grads": gradients, "input_values": inputs}
+                _, rest = stage.backward_maybe_with_nosync("input", values)
+                if isinstance(rest, Deferred):
+                    self.splits[stage.stage_index] = self._split(stage, rest)
+                stage.backward_maybe_with_nosync("weight", {"param_groups": rest})
+            else:
+                torch.autograd.backward(trained, gradients)
             for name, ranks in ranks_of(self.plan, "buffers").items():
                 if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
                     detail = f"processes {ranks} all change the buffer {name}"
                     raise PipelineArgumentError(detail=detail)
+
+    def _split(self, stage: CompiledStage, rest: Deferred) -> Decision:
+        """Return whether the gradients of a stage's weights are computed later than those of its inputs."""
+        outcome, reason = Outcome.REFUSED, "; ".join(rest.refusals)
+        if not reason and rest.steps:
+            outcome, reason = Outcome.DONE, "two graphs"
+        elif not reason and any(p.requires_grad for p in stage.submod.parameters()):
+            reason = "its backward pass is not compiled"
+        elif not reason:
+            reason = "it has no weights"
+        return Decision("split backward", f"stage {stage.stage_index}", outcome, reason)
 
     def _abort(self) -> None:
         """End the operations of NCCL that wait for a lost process."""

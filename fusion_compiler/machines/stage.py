@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from fusion_compiler.capture.deferred import Deferred, deferring
 from fusion_compiler.machines.links import Lanes, Wire
 from fusion_compiler.machines.plan import Crossing, PipelinePlan
 
@@ -24,6 +25,9 @@ class CompiledStage(_PipelineStageBase):
     PyTorch's `PipelineStage` would first exchange pickled shapes, or infer which tensors have gradients from
     their dtypes; the plan has both. Random numbers of a microbatch depend on the seed, the step, the
     microbatch and the stage alone: not on the schedule, or on where training went on.
+
+    compiled: `module` is compiled; zero-bubble schedules then run both halves of its backward as graphs of
+        their own. Else PyTorch splits autograd's graph.
     """
 
     def __init__(
@@ -34,11 +38,13 @@ class CompiledStage(_PipelineStageBase):
         lanes: Lanes,
         wires: Sequence[Wire | None],
         seed: int,
+        compiled: bool,
     ) -> None:
         super().__init__(module, number, len(plan.stages), lanes.device)
         self.inputs = plan.edges[number - 1].tensors if number else first_inputs(plan)
         self.before, self.after = wires
         self.lanes, self.seed, self.training_step = lanes, seed, 0
+        self.compiled = compiled
         self.microbatches = plan.microbatches
         self.messages: dict[tuple[str, int], tuple[Tensor, dist.P2POp]] = {}
         self.arrivals: dict[tuple[str, int], tuple[Tensor | None, ...]] = {}  # from a stage of this process
@@ -117,6 +123,9 @@ class CompiledStage(_PipelineStageBase):
 
         For "input", return the gradients of the stage's inputs and what "weight" needs, and release the rest.
         """
+        if backward_type == "weight" and isinstance(rest := bwd_kwargs["param_groups"], Deferred):
+            rest.run()
+            return (), None
         if backward_type != "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         outputs, gradients, inputs = (
@@ -128,15 +137,20 @@ class CompiledStage(_PipelineStageBase):
         for i, y in enumerate(outputs):
             gradient = torch.ones_like(y) if gradients is None else gradients[i]
             if y.requires_grad and gradient is not None:
-                # PyTorch detaches in place what it starts from, which a view does not allow.
-                starts.append(y.clone() if y._is_view() else y)
+                starts.append(y)
                 arrived.append(gradient)
         leaves = [x for x in inputs if x.requires_grad]
-        computed, rest = stage_backward_input(starts, arrived, leaves, self.submod.parameters())
-        by_leaf = dict(zip(leaves, computed, strict=True))
+        if self.compiled:
+            with deferring() as rest:
+                torch.autograd.backward(starts, arrived)
+        else:
+            # PyTorch detaches in place what it starts from, which a view does not allow.
+            starts = [y.clone() if y._is_view() else y for y in starts]
+            _, rest = stage_backward_input(starts, arrived, leaves, self.submod.parameters())
+        computed = tuple(x.grad for x in inputs)
         for leaf in leaves:
             leaf.grad = None
-        return tuple(by_leaf.get(x) for x in inputs), rest
+        return computed, rest
 
     def _receive(self, way: str, microbatch: int, wire: Wire | None, peer: int) -> list[dist.P2POp]:
         if wire is None:

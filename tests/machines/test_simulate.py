@@ -33,6 +33,11 @@ def test_weight_gradients_fill_the_bubble(microbatches: int) -> None:
     interleaved = simulate(INTERLEAVED, [(1.0, 2.0)] * 8, [(0.5, 0.5)] * 7, 4, microbatches)
     links = [(0.5, 0.5)] * 3 + [(0.0, 0.0)] + [(0.5, 0.5)] * 3  # the two in the middle share a machine
     v_shaped = simulate(ZBV, [(1.0, 2.0)] * 8, links, 4, microbatches)
+    free = [
+        simulate(schedule, [(1.0, 2.0)] * 4, [(0.0, 0.0)] * 3, 4, microbatches).bubble
+        for schedule in (ONE_F_ONE_B, ZERO_BUBBLE)
+    ]
+    assert free == pytest.approx([3 / (3 + microbatches), 1 / (1 + microbatches)])
     assert split.bubble < plain.bubble and v_shaped.bubble < interleaved.bubble
     assert split.us < plain.us and v_shaped.us < interleaved.us
 
