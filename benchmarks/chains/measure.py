@@ -3,8 +3,8 @@
 Each variant (`variants.py`) at one or two of the lengths 1024, 4096 and 16384, in bfloat16: this project's
 nests beside torch.compile and, where it can say the variant, FlexAttention. GPU time of a call, peak memory
 beyond its inputs, and the largest error beside eager in float32, as a part of the largest value. `--within`
-says after how many seconds no row is begun; a row takes half a minute. The passes are on here, whatever their
-default is, and nothing becomes a call of PyTorch's attention with a stored bias.
+says after how many seconds no row is begun; a row takes half a minute. All contenders compute the same
+function: where a model puts tokens before heads behind its attention, FlexAttention's result is copied so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ from benchmarks.harness.contenders import inductor
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import Row, cell_of, figure, geometric_mean, over, table
 from benchmarks.harness.timing import budget, device_time
-from fusion_compiler.passes.nests import region
 
 LENGTHS = ((1024, 16384), (4096,), (1024, 4096))  # of the variants in turn
 TOKENS, HEADS = 16384, 8
 MOST_EXACT = 4096  # the longest rows of which eager has room for scores in float32
+WARM = 8  # calls before the time is taken: some of them tune kernels, and record CUDA graphs
 PEERS = ("compile", "flex")
 PHASES = ("forward", "forward + backward")
 Call = Callable[[], list[Tensor]]
@@ -49,16 +48,25 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[Variant, Shape]]:
             yield variant, replace(shape, **sizes)
 
 
+def has_tokens_first(variant: Variant) -> bool:
+    """True if a variant's result has the tokens before the heads, as a model's next layer reads it."""
+    shape = Shape(1, 2, 8, 16, 16)
+    return variant.code(*shape.inputs(), *variant.more(shape)).shape[1] == shape.length
+
+
 def flexible(variant: Variant, more: Sequence[Tensor]) -> Callable[..., Tensor]:
     """Return FlexAttention of a variant; its mask is built before, and not timed."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     assert variant.flex is not None
     score, mask = variant.flex(*more)
+    turned = has_tokens_first(variant)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, blocks: Any = None) -> Tensor:
         scale = 1.0 if "T5" in variant.name else None
-        return flex_attention(q, k, v, score, blocks, scale, enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[return-value]
+        grouped = q.shape[1] != k.shape[1]
+        result: Any = flex_attention(q, k, v, score, blocks, scale, enable_gqa=grouped)
+        return result.transpose(1, 2).contiguous() if turned else result
 
     compiled = torch.compile(attend, dynamic=False)
 
@@ -88,12 +96,12 @@ def calls_of(code: Callable[..., Tensor], inputs: Sequence[Tensor], phase: str) 
 
 
 def error_of(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest error of the results, each as a part of its largest exact value. FlexAttention's
-    result has its heads before its tokens."""
+    """Return the largest error of the results, each as a part of its largest exact value. In some variants
+    heads and features are one dimension."""
     parts = list[float]()
     for one, other in zip(results, exact, strict=True):
-        value = (one if one.shape == other.shape else one.transpose(1, 2).reshape(other.shape)).detach()
-        parts.append(float((value.float() - other).abs().max() / other.abs().max()))
+        value = one.detach().reshape(other.shape).float()
+        parts.append(float((value - other).abs().max() / other.abs().max()))
     return max(parts)
 
 
@@ -111,19 +119,19 @@ def measured(call: Call, exact: Sequence[Tensor] | None, options: argparse.Names
         call()
         torch.cuda.synchronize(device)
         cell["peak_mb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e6
-    timed = device_time(call, device, options.repetitions)
+    timed = device_time(call, device, options.repetitions, warmup=WARM)
     return cell | {"ms": 1e3 * timed.seconds, "kernels": timed.kernels}
 
 
 def compiled_by(
-    name: str, variant: Variant, more: Sequence[Tensor], backend: str
+    name: str, variant: Variant, more: Sequence[Tensor], backend: Any
 ) -> Callable[..., Tensor] | None:
     """Return a variant as a contender computes it; None if FlexAttention cannot say it."""
     if name == "flex":
         return None if variant.flex is None else flexible(variant, more)
     if name == "compile":
         return inductor(variant.code)
-    return fc.compile(variant.code, backend=backend, disable=("fused attention",))
+    return fc.compile(variant.code, backend=backend)
 
 
 def fill_row(row: dict[str, Any], variant: Variant, shape: Shape, options: argparse.Namespace) -> None:
@@ -177,17 +185,16 @@ def show(rows: Sequence[Row]) -> str:
 
 def main(options: argparse.Namespace) -> Record:
     record, began = begin("chains", options), time.perf_counter()
-    with patch.object(region, "ENABLED", True):
-        for variant, shape in cases(options):
-            for phase in PHASES:
-                if not re.search(options.filter, f"{variant.name}, {phase}"):
-                    continue
-                if time.perf_counter() - began > options.within:
-                    break
-                row = record.row({"variant": variant.name, "length": shape.length, "phase": phase})
-                fill_row(row, variant, shape, options)
-                record.write()
-                print(show([row]).splitlines()[-1], flush=True)
+    for variant, shape in cases(options):
+        for phase in PHASES:
+            if not re.search(options.filter, f"{variant.name}, {phase}"):
+                continue
+            if time.perf_counter() - began > options.within:
+                break
+            row = record.row({"variant": variant.name, "length": shape.length, "phase": phase})
+            fill_row(row, variant, shape, options)
+            record.write()
+            print(show([row]).splitlines()[-1], flush=True)
     faster = functools.partial(filter, None)
     by_phase = {p: [ratio(r) for r in record.rows if r["phase"] == p] for p in PHASES}
     summary = {f"times faster, {p}": geometric_mean(rates) for p, rates in by_phase.items() if any(rates)}

@@ -13,7 +13,7 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -56,6 +56,7 @@ def explain(
     *args: Any,
     device: str = "h200",
     patterns: Sequence[Pattern] = DEFAULT_PATTERNS,
+    disable: Collection[str] = (),
     **kwargs: Any,
 ) -> Report:
     """Plan `model(*args, **kwargs)`, and its backward pass if it has one, without running anything.
@@ -65,6 +66,7 @@ def explain(
         The backward pass starts from the scalars among the results (a loss), or from all results if none is
         a scalar.
     device: the DeviceSpec to plan for.
+    disable: passes to leave out, as in `compile`.
 
     Raises NotCallableError, UnsupportedDeviceError, InvalidOptionError for a device that this machine does
     not have, InvalidPatternError, RewriteNotEqualError, and ArgumentMismatchError if the model does not take
@@ -73,7 +75,7 @@ def explain(
     if inspect.isclass(model):
         raise NotCallableError(got=model.__name__)
     check_callable(model)
-    options = Options.of(backend="eager", device=device)
+    options = Options.of(backend="eager", device=device, disable=disable)
     spec = device_spec(device)
     _check_signature(model, args, kwargs)
     # As compile() is lazy, it sees the fakes; a capture that is under way elsewhere must not.

@@ -48,8 +48,8 @@ class Terms:
     unasked.
 
     host_us: to launch its kernels and library calls one by one. gpu_us: for which these run. peak: bytes
-    that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its arguments in and its results out.
-    replay_us: of the host, to replay its CUDA graph.
+    that it uses at once, arguments aside, which its CUDA graph keeps. copy_us: to copy its arguments in and
+    its results out. replay_us: of the host, to replay its CUDA graph.
     """
 
     host_us: float

@@ -19,7 +19,7 @@ from benchmarks.chains.variants import VARIANTS, Shape, Variant
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
-from fusion_compiler.passes.nests import region
+from fusion_compiler.passes.nests import masked
 from fusion_compiler.passes.nests.attention import RULE
 from tests.exactness import not_as_close
 from tests.nest_values import stored
@@ -30,8 +30,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def general(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "ENABLED", True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "WINDOW", 9)
 
 
@@ -175,10 +174,11 @@ def test_operands_and_results_are_not_copied_into_another_order(is_trained: bool
     torch.manual_seed(7)
     layer = Layer(24, 3).requires_grad_(is_trained)
     x = torch.randn(2, 40, 24, requires_grad=is_trained)
-    compiled = fc.compile(layer, backend="interpret", disable=("fused attention",))
+    compiled: Any = fc.compile(layer, backend="interpret", disable=("fused attention",))
     exact = copy.deepcopy(layer).double()
-    results = []
-    for code, dtype in ((compiled, torch.float32), (layer, torch.float32), (exact, torch.float64)):
+    results, narrow = list[list[Tensor]](), torch.float32
+    codes: list[tuple[Run, torch.dtype]] = [(compiled, narrow), (layer, narrow), (exact, torch.float64)]
+    for code, dtype in codes:
         y = code(z := x.detach().to(dtype).requires_grad_(is_trained))
         weights = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y)
         results.append([y, *(torch.autograd.grad((y * weights).sum(), [z]) if is_trained else ())])
@@ -290,12 +290,61 @@ def test_nests_are_read_from_disk() -> None:
         torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
-def test_the_pass_is_off_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = BY_NAME["soft cap, causal"]
-    left_out = fc.compile(variant.code, backend="eager", disable=(RULE,))
+def test_the_pass_can_be_left_out() -> None:
+    left_out = fc.compile(BY_NAME["soft cap, causal"].code, backend="eager", disable=(RULE,))
     run(left_out, SMALL.inputs())
-    monkeypatch.undo()
-    torch._dynamo.reset()
-    by_default = general_of(variant.code)
-    run(by_default, SMALL.inputs())
-    assert not bodies_of(left_out) and not bodies_of(by_default) and not notes_of(by_default)
+    assert not bodies_of(left_out) and not notes_of(left_out)
+
+
+# -- calls with a mask ----------------------------------------------------------------------------------
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+def causal_and_shown(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2])
+    return SDPA(q, k, v, (i[None, :] <= i[:, None]) & shown[:, None, None, :])
+
+
+def with_documents(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+    return SDPA(q, k, v, (document[:, :, None] == document[:, None, :])[:, None])
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2])
+    return SDPA(q, k, v, (i[None, :] <= i[:, None]) & (i[None, :] > i[:, None] - 9), scale=0.3)
+
+
+def grouped_keys(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    return SDPA(q, k[:, :2], v[:, :2], shown[:, None, None, :], enable_gqa=True)
+
+
+def columns(first: int, last: int) -> Tensor:
+    return (torch.arange(70) >= torch.tensor([[first], [0]])) & (torch.arange(70) < last)
+
+
+MASKED: dict[str, tuple[Run, Callable[[], list[Tensor]]]] = {
+    "padding on the left, with rows that see nothing": (causal_and_shown, lambda: [columns(33, 70)]),
+    "padding on the right": (causal_and_shown, lambda: [columns(0, 41)]),
+    "a batch that sees nothing": (causal_and_shown, lambda: [columns(70, 70)]),
+    "documents": (with_documents, lambda: [torch.randint(4, (2, 70)).sort(-1).values]),
+    "window": (window, list),
+    "grouped keys": (grouped_keys, lambda: [columns(3, 60)]),
+    "a bias with a gradient": (SDPA, lambda: [torch.randn(1, 4, 70, 70, requires_grad=True)]),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.sample(6)
+def test_calls_with_a_mask_are_as_close_to_float64_as_eager(
+    name: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked, "DEVICES", ("cpu",))
+    code, more = MASKED[name]
+    inputs = [*Shape(2, 4, 70, 16, 16, dtype=torch.bfloat16).inputs(), *more()]
+    inputs = [x.detach().bfloat16().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    compiled = fc.compile(code, backend=backend)
+    for one, theirs, exact in zip(*run_all(compiled, code, inputs), strict=True):
+        assert not (wrong := not_as_close(one, theirs, exact)), wrong
+    assert notes_of(compiled)[0].startswith("done") and bodies_of(compiled)

@@ -3,8 +3,8 @@ backward (`passes.nests.attention`).
 
     sdpa(q, k, v, mask)   ->   safe_softmax(q @ k^T * scale, masked) @ v
 
-PyTorch computes such a call with a kernel that reads the mask for all scores. A nest computes a mask from what
-it is made of, and leaves out the keys that it hides.
+PyTorch computes such a call with a kernel that reads the mask for all scores. A nest computes a mask from
+what it is made of, and leaves out the keys that it hides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.schema import HALVES
-from fusion_compiler.passes.nests import region
+from fusion_compiler.passes.nests.region import LEAST_GAIN, MOST_WIDTH
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 
 _aten = torch.ops.aten
@@ -30,9 +30,7 @@ DEVICES = ("cuda",)  # on a CPU, PyTorch's call with a mask is the better one
 
 def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
     named = arguments(call)
-    if not region.ENABLED or named["attn_mask"] is None:
-        return None
-    if call.meta["val"].device.type not in DEVICES:
+    if named["attn_mask"] is None or call.meta["val"].device.type not in DEVICES:
         return None
     return _refusal(named) or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
 
@@ -43,10 +41,10 @@ def _refusal(named: dict[str, Any]) -> str:
         return f"scores of {query.dtype} are multiplied by a library"
     if query.dim() != 4 or key.dim() != 4 or named["is_causal"]:
         return "it is no call of four dimensions with a mask alone"
-    rows, keys, width, values = (hinted(n) for n in (query.shape[2], key.shape[2], key.shape[3], value.shape[3]))
-    if max(width, values) > region.MOST_WIDTH:
-        return f"heads of {max(width, values)} are wider than {region.MOST_WIDTH}"
-    if rows * keys < region.LEAST_GAIN * (rows + keys) * width:
+    (rows, keys), width = (hinted(x.shape[2]) for x in (query, key)), hinted(key.shape[3])
+    if (widest := max(width, hinted(value.shape[3]))) > MOST_WIDTH:
+        return f"heads of {widest} are wider than {MOST_WIDTH}"
+    if rows * keys < LEAST_GAIN * (rows + keys) * width:
         return "its scores are few beside queries and keys"
     return ""
 
@@ -57,7 +55,8 @@ def _write_out(call: fx.Node) -> fx.Node:
     scale = 1 / math.sqrt(query.meta["val"].shape[-1]) if named["scale"] is None else named["scale"]
     heads, shared = query.meta["val"].shape[1], key.meta["val"].shape[1]
     if heads != shared:
-        key, value = (emit(call, _aten.repeat_interleave.self_int, x, heads // shared, 1) for x in (key, value))
+        repeat = _aten.repeat_interleave.self_int
+        key, value = (emit(call, repeat, x, heads // shared, 1) for x in (key, value))
     scores = emit(call, _aten.matmul.default, query, emit(call, _aten.transpose.int, key, -2, -1))
     scores = emit(call, _aten.mul.Tensor, scores, scale)
     if mask.meta["val"].dtype is torch.bool:

@@ -29,12 +29,12 @@ from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.dims import reduced_dims
 from fusion_compiler.ops.products import factors_of
+from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, rearrangement, shape_of
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
-ENABLED = False  # whether the passes of this folder do anything: not before they are measured on a GPU
 MOST_WIDTH = 256  # of queries, keys and values: a tile holds all features of a row
 LEAST_GAIN = 2  # scores have at least so many times the elements of both factors
 FORWARD, BACKWARD = "is_forward", "is_backward"
@@ -94,13 +94,15 @@ def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
 
 
 def is_scores(node: fx.Node) -> bool:
-    """True if a batched product's result is much larger than both of its factors, which are narrow."""
+    """True if a batched product's result is much larger than both of its factors, which are narrow. On a GPU,
+    libraries multiply float32 faster."""
     factors = factors_of(node.target)
     assert factors is not None
     named = arguments(node)
     left, right = named[factors.left], named[factors.right]
     value: torch.Tensor = left.meta["val"]
-    narrow = hinted(value.shape[-1]) <= MOST_WIDTH and value.is_floating_point()
+    is_wide = value.device.type != "cpu" and value.dtype not in HALVES
+    narrow = hinted(value.shape[-1]) <= MOST_WIDTH and value.is_floating_point() and not is_wide
     same = value.dtype == right.meta["val"].dtype
     return narrow and same and count(node) >= LEAST_GAIN * (count(left) + count(right))
 

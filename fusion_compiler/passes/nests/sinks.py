@@ -16,7 +16,6 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
-from fusion_compiler.passes.nests import region
 from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 
@@ -84,7 +83,7 @@ def _weights(like: fx.Node, scores: fx.Node, sink: fx.Node) -> fx.Node:
 
 ATTENTION_SINKS = Pass(
     RULE,
-    lambda gm: Replacements(RULE, (_aten.slice.Tensor,), _look)(gm) if region.ENABLED else (gm, ()),
+    Replacements(RULE, (_aten.slice.Tensor,), _look),
     does="Add a column of scores without values to the sums of a softmax.",
     when="the last column of its result is cut off",
     gains="scores and their column are never copied into one tensor",
