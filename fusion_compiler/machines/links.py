@@ -128,7 +128,7 @@ class Lanes:
             host = self.buffer(tensor.nbytes)
             host.copy_(tensor, non_blocking=True)
             tensor = host
-            ready = torch.cuda.Event(blocking=True)
+            ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
         operation = dist.P2POp(dist.isend, tensor, rank, group)
         call = partial(dist.send, tensor, rank, group, tag)
