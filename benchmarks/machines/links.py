@@ -1,12 +1,16 @@
 """A character model trained over slow links: how much compression gains, what it costs, and what was
 predicted.
 
-Two and four processes on one CPU, with one thread each, train a small language model on the text of this
-repository's pages. Each sends as fast as a link of 100 Mbit/s would. The model is a perceptron over the last
-sixteen characters (Bengio et al., 2003): what crosses a cut takes a link about as long as a stage takes for a
-microbatch. `step` is the median of all steps but the first ones. `predicted` is a simulation of the
-schedule with the times that each stage takes alone, codecs included, and with the bytes of its messages.
-`loss` is the uncut model's on text that it has not seen, with the parameters that the run has saved.
+Two and four processes, each with a thread of a CPU or with `--device cuda` on one of the host's GPUs, which
+they may share, train a small language model on the text of this repository's pages. Messages go over Gloo.
+The model is a perceptron over the last sixteen characters (Bengio et al., 2003).
+
+`step` is the median of a few steps in which each process sends as fast as a link of 100 Mbit/s would.
+`predicted` is a simulation of the schedule with what was measured alone: the phases of each stage, codecs
+included, a message's way through the host besides the link's time, and the optimizer's step.
+
+`loss` is the uncut model's on text that it has not seen, after 300 steps over links that are not slowed
+down: the numbers do not depend on the time of a message.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +37,20 @@ from torch.nn import functional as F
 import fusion_compiler as fc
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.tables import Bar, at_least, at_most, counted, missed, table
+from benchmarks.harness.timing import synchronize
 from fusion_compiler.machines.plan import Schedule
 from fusion_compiler.machines.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
 LINK = fc.Link(bytes_per_s=12.5e6, latency_us=200.0)
 CONTEXT, WIDTH, BLOCKS = 16, 128, 6
+SCHEDULE = Schedule.EAGER  # messages are on their way while the processes compute
 MICROBATCHES, ROWS = 8, 512
-STEPS, WARM = 300, 10
+STEPS = 300  # for the loss
+TIMED, WARM = 26, 6  # steps, and those of them that do not count
+TURNS = 20  # of a phase and of a message, measured alone
 WAIT_S = 0.01  # between two phases of a stage
+PING = 1000  # a tag that no message of a step has
 CONTENDERS: dict[str, fc.Compression | None] = {
     "raw": None,
     "8 bits": fc.Compression(ratio=4),
@@ -92,81 +102,177 @@ def model_of(vocabulary: int) -> Characters:
     return Characters(vocabulary)
 
 
-def plan_of(model: nn.Module, machines: int, **options: Any) -> fc.Pipeline:
-    example = torch.zeros(ROWS, CONTEXT, dtype=torch.int64)
+def plan_of(model: nn.Module, machines: int, device: torch.device, **options: Any) -> fc.Pipeline:
+    example = torch.zeros(ROWS, CONTEXT, dtype=torch.int64, device=device)
     names = [fc.Machine(f"process {i}") for i in range(machines)]
-    return fc.partition(model, (example,), machines=names, links=LINK, microbatches=MICROBATCHES, **options)
+    return fc.partition(
+        model,
+        (example,),
+        machines=names,
+        links=LINK,
+        microbatches=MICROBATCHES,
+        schedule=SCHEDULE,
+        **options,
+    )
 
 
-def alone(pipeline: fc.PipelineRunner, turns: int = 20) -> list[list[float]]:
-    """Return the microseconds of each of this process's stages, forward and backward, codecs included. Each
-    phase comes after a wait, as in a step: its caches are cold."""
-    times: list[list[float]] = []
-    for stage in pipeline.stages:
-        forward: list[float] = []
-        backward: list[float] = []
-        for _ in range(turns):
-            time.sleep(WAIT_S)
+def device_of(kind: str, rank: int) -> torch.device:
+    """Return the device of a process: the CPU, or one of the host's GPUs, which the processes may share."""
+    if kind != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+class Alone:
+    """Measure the parts of a step, each alone, in a process of a pipeline that has run already.
+
+    A phase comes after a wait, as in a step: its caches are cold. A stage has as many microbatches in flight
+    as the schedule's steady state.
+    """
+
+    def __init__(self, pipeline: fc.PipelineRunner, inputs: Tensor, target: Tensor) -> None:
+        self.pipeline, self.inputs, self.target = pipeline, inputs, target
+        self.lanes = pipeline._lanes
+        (self.stage,) = pipeline.stages
+        self.losses: dict[int, Tensor] = {}
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Return the microseconds of a call."""
+        time.sleep(WAIT_S)
+        begin = time.perf_counter()
+        call()
+        synchronize(self.pipeline.device)
+        return 1e6 * (time.perf_counter() - begin)
+
+    def phases(self) -> tuple[float, float]:
+        """Return the microseconds of the stage's forward and backward passes, codecs included."""
+        held = self.pipeline.plan.stages[self.stage.stage_index].in_flight
+        numbers = [i % MICROBATCHES for i in range(TURNS + held - 1)]
+        for number in numbers[: held - 1]:
+            self.forward(number)
+        pairs = [
+            (self.timed(partial(self.forward, number)), self.timed(partial(self.backward, oldest)))
+            for number, oldest in zip(numbers[held - 1 :], numbers, strict=False)
+        ]
+        forward, backward = zip(*pairs, strict=True)
+        return statistics.median(forward), statistics.median(backward)
+
+    def forward(self, microbatch: int) -> None:
+        if self.stage.before is not None:
+            self.arrive("forward", microbatch, self.stage.before.forward.nbytes)
+        outputs = self.stage.forward_one_chunk(microbatch, (self.inputs,), save_forward_output=False)
+        self.stage.get_fwd_send_ops(microbatch)
+        if self.stage.is_last:
+            self.losses[microbatch] = self.pipeline.loss(outputs, self.target)
+
+    def backward(self, microbatch: int) -> None:
+        if self.stage.after is not None:
+            self.arrive("backward", microbatch, self.stage.after.backward.nbytes)
+        self.stage.backward_one_chunk(microbatch, loss=self.losses.pop(microbatch, None))
+        self.stage.get_bwd_send_ops(microbatch)
+
+    def arrive(self, way: str, microbatch: int, nbytes: int) -> None:
+        operation: Any = None  # nobody asks for it
+        self.stage.messages[way, microbatch] = self.lanes.buffer(nbytes).zero_(), operation
+
+    def optimizer(self) -> float:
+        """Return the microseconds between the last microbatch of a step and the first of the next one."""
+        optimizer = self.pipeline.optimizer
+        return statistics.median(self.timed(optimizer.step) for _ in range(TURNS)) if optimizer else 0.0
+
+    def message(self, peer: int, nbytes: int, first: bool) -> float:
+        """Return the microseconds that a message takes to a process and back, less the link's own time.
+
+        Both processes call this. first: this one sends first.
+        """
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.pipeline.device)
+        arrivals = [self.lanes.receive(nbytes, peer, self.stage.group, PING)[1] for _ in range(TURNS)]
+        seconds: list[float] = []
+        for arrival in arrivals:
             begin = time.perf_counter()
-            if stage.before is None:
-                inputs: tuple[Tensor, ...] = (torch.zeros(ROWS, CONTEXT, dtype=torch.int64),)
-            else:
-                inputs = stage.before.unpack_forward(0, stage.before.forward.empty().zero_())
-            y = stage.submod(*inputs)
-            if stage.after is None:
-                y = F.cross_entropy(y, torch.zeros(ROWS, dtype=torch.int64))
-            else:
-                stage.after.pack_forward(0, (y,))
-            middle = time.perf_counter()
-            time.sleep(WAIT_S)
-            again = time.perf_counter()
-            back = None
-            if stage.after is not None:
-                (back,) = stage.after.unpack_backward(0, stage.after.backward.empty().zero_())
-            y.backward(back)
-            if stage.before is not None:
-                stage.before.pack_backward(0, [x.grad for x in inputs])
-            end = time.perf_counter()
-            forward.append(1e6 * (middle - begin))
-            backward.append(1e6 * (end - again))
-        times.append([statistics.median(forward), statistics.median(backward)])
-    return times
+            for turn in (first, not first):
+                if turn:
+                    self.lanes.send(tensor, peer, self.stage.group, PING).op()
+                else:
+                    arrival.op().wait()
+            seconds.append(time.perf_counter() - begin)
+        return 1e6 * statistics.median(seconds) - 2 * LINK.us(nbytes)
 
 
 def process(
-    rank: int, world: int, port: int, contender: str, cuts: list[str], steps: int, folder: str
+    rank: int, world: int, port: int, kind: str, contenders: list[str], cuts: list[str], steps: int, name: str
 ) -> None:
     torch.set_num_threads(1)
+    device = device_of(kind, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     text = Text()
-    model = model_of(text.vocabulary)
-    pipeline = fc.PipelineRunner(
-        plan_of(model, world, cuts=cuts),
-        loss=F.cross_entropy,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
-        compression=CONTENDERS[contender],
-        throttle=LINK,
-    )
+
+    def pipeline_of(contender: str, throttle: fc.Link | None) -> fc.PipelineRunner:
+        return fc.PipelineRunner(
+            plan_of(model_of(text.vocabulary).to(device), world, device, cuts=cuts),
+            loss=F.cross_entropy,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+            compression=CONTENDERS[contender],
+            throttle=throttle,
+        )
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        inputs, target = text.batch(text.train, MICROBATCHES * ROWS, number)
+        return inputs.to(device), target.to(device)
+
+    for contender in contenders:
+        folder = Path(name) / contender
+        folder.mkdir(exist_ok=True)
+        pipeline = pipeline_of(contender, LINK)
+        report = timed_steps(pipeline, batch, min(steps, TIMED))
+        report |= measured_alone(pipeline, rank, world, *batch(0))
+        pipeline.close()
+        pipeline = pipeline_of(contender, None)
+        for number in range(steps):
+            pipeline.step(*batch(number))
+        pipeline.save(folder)
+        pipeline.close()
+        (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def timed_steps(
+    pipeline: fc.PipelineRunner, batch: Callable[[int], tuple[Tensor, Tensor]], steps: int
+) -> dict[str, Any]:
     seconds: list[float] = []
     for number in range(steps):
-        inputs, target = text.batch(text.train, MICROBATCHES * ROWS, number)
+        inputs, target = batch(number)
+        synchronize(pipeline.device)
         begin = time.perf_counter()
         pipeline.step(inputs, target)
+        synchronize(pipeline.device)
         seconds.append(time.perf_counter() - begin)
-    pipeline.save(folder)
     wires = [stage.after for stage in pipeline.stages if stage.after is not None]
-    report = {
+    return {
         "ms": 1e3 * statistics.median(seconds[min(WARM, steps - 1) :]),
         "links": [[LINK.us(w.forward.nbytes), LINK.us(w.backward.nbytes)] for w in wires],
         "bytes": sum(w.forward.nbytes + w.backward.nbytes for w in wires),
         "raw bytes": sum(w.edge.forward_bytes + w.edge.backward_bytes for w in wires),
         "compression": [str(d) for d in pipeline.decisions],
     }
+
+
+def measured_alone(
+    pipeline: fc.PipelineRunner, rank: int, world: int, inputs: Tensor, target: Tensor
+) -> dict[str, Any]:
+    alone = Alone(pipeline, inputs[:ROWS], target[:ROWS])
     dist.barrier()
-    report["stages"] = alone(pipeline)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
-    pipeline.close()
-    dist.destroy_process_group()
+    report: dict[str, Any] = {"stage": alone.phases(), "optimizer": alone.optimizer()}
+    (stage,) = pipeline.stages
+    for left in range(world - 1):  # one link after the other
+        dist.barrier()
+        if rank == left and stage.after is not None:
+            report["way"] = alone.message(rank + 1, stage.after.forward.nbytes, first=True) / 2
+        elif rank == left + 1 and stage.before is not None:
+            alone.message(rank - 1, stage.before.forward.nbytes, first=False)
+    return report
 
 
 def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
@@ -174,34 +280,48 @@ def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
     model = model_of(text.vocabulary)
     for rank in range(world):
         file = folder / f"step-{steps:08d}" / f"process-{rank}.pt"
-        model.load_state_dict(torch.load(file, weights_only=True)["model"], strict=False)
+        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"], strict=False)
     inputs, target = text.batch(text.rest, 8192, -1)
     with torch.no_grad():
         return float(F.cross_entropy(model.eval()(inputs), target))
 
 
-def measure(text: Text, world: int, contender: str, cuts: list[str], steps: int) -> dict[str, Any]:
+def measure(
+    text: Text, world: int, contenders: list[str], cuts: list[str], steps: int, kind: str
+) -> Iterator[dict[str, Any]]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arguments = (world, port, contender, cuts, steps, name)
-        mp.spawn(process, arguments, world)
-        reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
-        loss = loss_of(text, folder, world, steps)
-    stages = [tuple(pair) for report in reports for pair in report["stages"]]
+        mp.spawn(process, (world, port, kind, contenders, cuts, steps, name), world)
+        for contender in contenders:
+            folder = Path(name) / contender
+            reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+            row = {"name": f"{world} processes, {contender}", "processes": world, "contender": contender}
+            yield row | row_of(reports) | {"loss": loss_of(text, folder, world, steps)}
+
+
+def row_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was measured of a contender and what its step was predicted to take."""
+    stages = [tuple(report["stage"]) for report in reports]
     links = [tuple(pair) for report in reports for pair in report["links"]]
-    predicted = simulate(Schedule.ONE_F_ONE_B, stages, links, world, MICROBATCHES).us / 1e3
+    ways = [report["way"] for report in reports[:-1]]  # through the host
+    step = simulate(
+        SCHEDULE,
+        stages,
+        [(forward + way, backward + way) for (forward, backward), way in zip(links, ways, strict=True)],
+        len(reports),
+        MICROBATCHES,
+        latencies=[LINK.latency_us + way for way in ways],
+    )
     return {
-        "processes": world,
-        "contender": contender,
         "ms": max(report["ms"] for report in reports),
-        "predicted ms": predicted,
-        "loss": loss,
+        "predicted ms": (step.us + reports[0]["optimizer"]) / 1e3,
         "bytes ratio": sum(r["raw bytes"] for r in reports) / sum(r["bytes"] for r in reports),
         "stages us": stages,
         "links us": links,
+        "messages through the host us": ways,
+        "optimizer us": [report["optimizer"] for report in reports],
         "compression": reports[0]["compression"],
     }
 
@@ -209,22 +329,23 @@ def measure(text: Text, world: int, contender: str, cuts: list[str], steps: int)
 def main(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     steps = 3 if options.quick else STEPS
-    text = Text()
-    record = Record("links", environment(torch.device("cpu")), options.json)
+    text, device = Text(), device_of(options.device, 0)
+    record = Record("links", environment(device), options.json)
     rows: list[dict[str, Any]] = []
     for world in (2,) if options.quick else (2, 4):
-        cuts: list[str] = []
-        for contender in CONTENDERS:
-            name = f"{world} processes, {contender}"
-            if not re.search(options.filter, name):
-                continue
-            cuts = cuts or [*plan_of(model_of(text.vocabulary), world, measured=True).cuts]
-            rows.append({"name": name} | measure(text, world, contender, cuts, steps))
-            record.add(rows[-1])
+        contenders = [c for c in CONTENDERS if re.search(options.filter, f"{world} processes, {c}")]
+        if not contenders:
+            continue
+        model = model_of(text.vocabulary).to(device)
+        cuts = [*plan_of(model, world, device, measured=True).cuts]
+        for row in measure(text, world, contenders, cuts, steps, device.type):
+            rows.append(row)
+            record.add(row)
     bars = [bar for row in rows for bar in bars_of(row, raw_of(row, rows))]
     record.summary = {"bars": counted(bars), "missed": missed(bars)}
     record.write()
-    print(f"{os.cpu_count()} cores, {steps} steps of {MICROBATCHES} microbatches of {ROWS} rows, 100 Mbit/s")
+    where = f"{torch.cuda.device_count()} GPUs" if device.type == "cuda" else f"{os.cpu_count()} cores"
+    print(f"{where}, {steps} steps of {MICROBATCHES} microbatches of {ROWS} rows, 100 Mbit/s")
     print(table([*COLUMNS], [[f(row, raw_of(row, rows)) for f in COLUMNS.values()] for row in rows]))
     print(counted(bars), *missed(bars), sep="\n  ")
 

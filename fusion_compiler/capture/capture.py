@@ -36,6 +36,7 @@ from fusion_compiler.capture.aliases import check_aliases, without_inference_gra
 from fusion_compiler.capture.arguments import enter
 from fusion_compiler.capture.autograd_cache import StoredGraph, stored
 from fusion_compiler.capture.blocks import with_blocks
+from fusion_compiler.capture.deferred import deferrable
 from fusion_compiler.capture.first_run import has_effects, watched
 from fusion_compiler.capture.graph_text import read
 from fusion_compiler.capture.guards import add_guards
@@ -358,10 +359,12 @@ class _Compilers:
             backward = Backward(graph, variant, several=self._separable)
             if self._capture.meanwhile():
                 backward.prepare()
-            return any_gradients(_boxed_backward(backward), graph)
-        compiled = self._compiled(graph, fakes, info)
+            compiled = backward
+        else:
+            compiled = self._compiled(graph, fakes, info)
         if info.phase is Phase.BACKWARD:
-            return any_gradients(_boxed_backward(compiled), graph)
+            run = any_gradients(_boxed_backward(compiled), graph)
+            return deferrable(run, graph, functools.partial(self._half, info))
         if bare:
             self.started, self._bare = True, _unboxed(compiled)
         return self._noting(_boxed(compiled))
@@ -381,6 +384,23 @@ class _Compilers:
         name = f"{info.name}{number + 1}" if number else info.name
         digest = f"{info.digest} without {missing}" if any(missing) and info.digest else info.digest
         return _boxed(self._compiled(graph, fakes, replace(info, name=name, digest=digest)))
+
+    def _half(self, info: GraphInfo, graph: fx.GraphModule, half: str) -> Boxed:
+        """Compile a half of a backward, as a graph of its own: it is recorded with no forward.
+
+        half: its name, and behind a space what it is compiled for.
+        """
+        nodes = graph.graph.find_nodes(op="placeholder")
+        info = replace(
+            info,
+            name=info.name.replace(".", f"_{half.partition(' ')[0]}.", 1),
+            static_inputs=(),
+            outputs=len(graph.graph.output_node().args[0]),  # type: ignore[arg-type]
+            owned=tuple(node.name for node in nodes if node.name not in info.origins),
+            donated=(),  # the other half may read it
+            digest=f"{info.digest} {half}" if info.digest else "",
+        )
+        return _boxed(self._compiled(graph, [node.meta["val"] for node in nodes], info))
 
     def _compiled(self, graph: fx.GraphModule, fakes: Sequence[Any], info: GraphInfo) -> Callable[..., Any]:
         try:

@@ -150,7 +150,8 @@ class Layout:
             forward = sum(t.bytes for t in tensors)
             backward = sum(t.bytes for t in tensors if t.differentiable)
             us = [place.link.us(n) if place.link else 0.0 for n in (forward, backward)]
-            edges.append(Edge(number, number + 1, tensors, us[0], us[1]))
+            latency = place.link.latency_us if place.link else 0.0
+            edges.append(Edge(number, number + 1, tensors, us[0], us[1], latency))
         return tuple(edges)
 
     def crossings(self, group: int) -> tuple[Crossing, ...]:

@@ -22,6 +22,8 @@ from fusion_compiler.machines.plan import Edge, Link
 
 POLL_S = 0.2  # how often a waiting process looks whether a stage was lost
 CLOSE_S = 1.0  # how long to wait for a message that may never come
+# a function, the bytes that it sends, when it was submitted, the event that it waits for, and its result
+Call = tuple[Callable[[], Any], int, float, torch.cuda.Event | None, Future[None]]
 
 
 class LinkFailure(Exception):
@@ -54,17 +56,18 @@ class Lane:
     up as messages do on a link. Its latency delays each of them; the latencies of several calls overlap.
     """
 
-    def __init__(self, check: Callable[[], None], link: Link | None = None) -> None:
-        self.check, self.link = check, link
-        self.calls: queue.SimpleQueue[tuple[Callable[[], Any], int, Future[None]] | None] = (
-            queue.SimpleQueue()
-        )
+    def __init__(self, device: torch.device, check: Callable[[], None], link: Link | None = None) -> None:
+        self.device, self.check, self.link = device, check, link
+        self.calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def submit(self, call: Callable[[], Any], nbytes: int) -> Ticket:
+    def submit(
+        self, call: Callable[[], Any], nbytes: int = 0, ready: torch.cuda.Event | None = None
+    ) -> Ticket:
+        """Make the call when those before it have ended. ready: the call waits for this event of the GPU."""
         result: Future[None] = Future()
-        self.calls.put((call, nbytes, result))
+        self.calls.put((call, nbytes, time.perf_counter(), ready, result))
         return Ticket(result, self.check)
 
     def close(self) -> None:
@@ -73,13 +76,18 @@ class Lane:
         self.thread.join(CLOSE_S)
 
     def _run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with the first GPU
         free_at = 0.0
         while (entry := self.calls.get()) is not None:
-            call, nbytes, result = entry
-            if self.link is not None:
-                free_at = max(free_at, time.perf_counter()) + nbytes / self.link.bytes_per_s
-                time.sleep(max(0.0, free_at + 1e-6 * self.link.latency_us - time.perf_counter()))
+            call, nbytes, begin, ready, result = entry
             try:
+                if ready is not None and not ready.query():
+                    ready.synchronize()
+                    begin = time.perf_counter()
+                if self.link is not None:
+                    free_at = max(free_at, begin) + nbytes / self.link.bytes_per_s
+                    time.sleep(max(0.0, free_at + 1e-6 * self.link.latency_us - time.perf_counter()))
                 call()
             except Exception as error:
                 result.set_exception(error if isinstance(error, RuntimeError) else RuntimeError(str(error)))
@@ -88,31 +96,63 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a process: one to and one from each of its peers, and one for collectives.
+    """The messages of a process.
 
-    On a CPU every message goes through a lane, so that a lost stage never blocks the main thread. On a GPU
-    the messages are PyTorch's own asynchronous operations.
+    Over Gloo every message goes through a thread, so that a lost stage never blocks the main thread: a lane
+    to each peer, one from a peer for each stage and direction, and one for collectives. A GPU's messages are
+    copied to pinned memory of the host and from it, in the order of the stage's kernels. Over NCCL the
+    messages are PyTorch's own asynchronous operations.
 
-    throttle: a link that this process imitates when it sends, on a CPU.
+    throttle: a link that this process imitates when it sends over Gloo.
     """
 
-    def __init__(self, device: torch.device, check: Callable[[], None], throttle: Link | None = None) -> None:
-        self.device, self.check, self.throttle = device, check, throttle
-        self.lanes: dict[tuple[str, int], Lane] = {}
+    def __init__(
+        self, device: torch.device, gloo: bool, check: Callable[[], None], throttle: Link | None = None
+    ) -> None:
+        self.device, self.gloo, self.check, self.throttle = device, gloo, check, throttle
+        self.lanes: dict[tuple[object, ...], Lane] = {}
         self.sent: list[Ticket] = []
 
-    def lane(self, direction: str, rank: int) -> Lane:
-        link = self.throttle if direction == "to" else None
-        if (direction, rank) not in self.lanes:
-            self.lanes[direction, rank] = Lane(self.check, link)
-        return self.lanes[direction, rank]
+    def lane(self, *key: object, link: Link | None = None) -> Lane:
+        if key not in self.lanes:
+            self.lanes[key] = Lane(self.device, self.check, link)
+        return self.lanes[key]
 
-    def send(self, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
-        """Return the operation that sends a tensor, for a schedule to start and to wait for."""
-        return self._operation(dist.isend, dist.send, "to", tensor, rank, group)
+    def send(self, tensor: Tensor, rank: int, group: Any, tag: int) -> dist.P2POp:
+        """Return the operation that sends a tensor, for a schedule to start and to wait for. Messages to a
+        process with the same tag arrive in their order."""
+        if not self.gloo:
+            return dist.P2POp(dist.isend, tensor, rank, group)
+        ready = None
+        if self.device.type == "cuda":
+            host = self.buffer(tensor.nbytes)
+            host.copy_(tensor, non_blocking=True)
+            tensor = host
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self.device))
+        operation = dist.P2POp(dist.isend, tensor, rank, group)
+        call = partial(dist.send, tensor, rank, group, tag)
+        operation.op = partial(self._start, rank, call, tensor.nbytes, ready)
+        return operation
 
-    def receive(self, tensor: Tensor, rank: int, group: Any) -> dist.P2POp:
-        return self._operation(dist.irecv, dist.recv, "from", tensor, rank, group)
+    def receive(self, nbytes: int, rank: int, group: Any, tag: int) -> tuple[Tensor, dist.P2POp]:
+        """Return a buffer, and the operation that receives it. A lane begins at once, and the operation
+        waits.
+
+        Gloo sends nothing before the receiver has asked for it, so a late receiver would hold up the sender.
+        """
+        buffer = self.buffer(nbytes)
+        operation = dist.P2POp(dist.irecv, buffer, rank, group)
+        if self.gloo:
+            ticket = self.lane("from", rank, tag).submit(partial(dist.recv, buffer, rank, group, tag))
+            operation.op = lambda *_, **__: ticket
+        return buffer, operation
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return the memory of a message: the host's for Gloo, pinned if there is a GPU, else the GPU's."""
+        if not self.gloo:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
 
     def finish(self) -> None:
         """Wait until all messages were sent."""
@@ -120,35 +160,31 @@ class Lanes:
             ticket.wait()
         self.sent.clear()
 
-    def collective(self, call: Callable[[], Any]) -> None:
-        """Make a call in which other processes take part."""
-        if self.device.type != "cpu":
-            call()
-        else:
-            self.lane("all", -1).submit(call, 0).wait()
+    def collective(self, call: Callable[[Tensor], Any], tensor: Tensor) -> None:
+        """Make a call in which other processes take part, and which writes into the tensor."""
+        if not self.gloo:
+            call(tensor)
+            return
+        host = tensor.cpu()  # the tensor itself, if it is there
+        self.lane("all").submit(partial(call, host)).wait()
+        if host is not tensor:
+            tensor.copy_(host)
 
     def close(self) -> None:
         for lane in self.lanes.values():
             lane.close()
 
-    def _operation(
-        self, starts: Any, blocks: Any, direction: str, tensor: Tensor, rank: int, group: Any
-    ) -> dist.P2POp:
-        operation = dist.P2POp(starts, tensor, rank, group)
-        if self.device.type == "cpu":
-            operation.op = partial(
-                self._start, direction, rank, partial(blocks, tensor, rank, group), tensor.nbytes
-            )
-        return operation
-
     def _start(
-        self, direction: str, rank: int, call: Callable[[], Any], nbytes: int, *_: Any, **__: Any
-    ) -> Any:
-        ticket = self.lane(direction, rank).submit(call, nbytes)
-        if direction == "from":
-            return ticket
-        self.sent.append(ticket)  # schedules would wait for it before the next microbatch
-        return None
+        self,
+        rank: int,
+        call: Callable[[], Any],
+        nbytes: int,
+        ready: torch.cuda.Event | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Send. Return nothing to wait for: a schedule would wait before the next microbatch."""
+        self.sent.append(self.lane("to", rank, link=self.throttle).submit(call, nbytes, ready))
 
 
 class Packet:

@@ -10,11 +10,18 @@ from fusion_compiler.machines.plan import Event, Phase, PipelinePlan
 from fusion_compiler.machines.text import ranges, timed
 
 WIDTH, ROW, LEFT = 1200, 34, 110  # pixels
+KINDS = {
+    Phase.FORWARD: ("forward", "forward"),
+    Phase.BACKWARD: ("backward", "backward"),
+    Phase.INPUT: ("backward", "gradients of the inputs"),
+    Phase.WEIGHT: ("weights", "gradients of the weights"),
+}
 STYLE = """
 :root { color-scheme: light dark; font: 14px system-ui, sans-serif; }
 body { max-width: 1240px; margin: 2em auto; padding: 0 1em; }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColor; }
-.forward { fill: hsl(210 60% 60%); } .backward { fill: hsl(30 70% 58%); } .odd { opacity: 0.75; }
+.forward { fill: hsl(210 60% 60%); } .backward { fill: hsl(30 70% 58%); }
+.weights { fill: hsl(140 40% 55%); } .odd { opacity: 0.75; }
 svg .in { fill: #000; text-anchor: middle; } table { border-collapse: collapse; margin: 1em 0; }
 td, th { text-align: left; padding: 0.25em 0.8em; border-bottom: 1px solid #8885; vertical-align: top; }
 """
@@ -23,9 +30,10 @@ td, th { text-align: left; padding: 0.25em 0.8em; border-bottom: 1px solid #8885
 def page(plan: PipelinePlan) -> str:
     """Return the page, as text to be written in UTF-8."""
     title = f"{plan.model} on {len(plan.machines)} machines"
+    split = " of the inputs, green: of the weights" if plan.training and plan.schedule.splits_backward else ""
     about = (
         f"{plan.schedule}, {plan.microbatches} microbatches: {timed(plan.step_us)} a step predicted, "
-        f"bubble {plan.bubble:.0%}. Blue: forward, orange: backward; numbers are microbatches."
+        f"bubble {plan.bubble:.0%}. Blue: forward, orange: backward{split}; numbers are microbatches."
     )
     stages = (
         (f"{s.number}", s.machine, timed(s.forward_us), timed(s.backward_us), human_bytes(s.parameter_bytes),
@@ -70,10 +78,10 @@ def timeline(plan: PipelinePlan) -> str:
 
 def bar(event: Event, rank: int, machines: int, scale: float) -> str:
     x, width = LEFT + event.start_us * scale, (event.end_us - event.start_us) * scale
-    kind = "forward" if event.phase is Phase.FORWARD else "backward"
+    kind, name = KINDS[event.phase]
     odd = " odd" if event.stage // machines % 2 else ""
     long = timed(event.end_us - event.start_us)
-    text = f"stage {event.stage}, {kind} of microbatch {event.microbatch}: {long}"
+    text = f"stage {event.stage}, {name} of microbatch {event.microbatch}: {long}"
     number = (
         f'<text class="in" x="{x + width / 2:.1f}" y="{ROW * rank + 19}">{event.microbatch}</text>'
         if width > 14

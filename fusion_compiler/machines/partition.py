@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,9 +23,16 @@ from fusion_compiler.machines.pipeline import Pipeline
 from fusion_compiler.machines.plan import Link, Machine, Schedule
 from fusion_compiler.machines.reasons import equal_layers, reasons
 from fusion_compiler.machines.simulate import Step, in_flight, simulate
+from fusion_compiler.machines.text import timed
 from fusion_compiler.machines.workload import Workload, repeatable, workload
 
 ADAM_BYTES = 8  # two float32 moments for each element
+AUTO = (Schedule.ONE_F_ONE_B, Schedule.EAGER, Schedule.GPIPE)  # by the activations that they hold
+LOCAL = {  # the least and the most stages that each machine has
+    Schedule.INTERLEAVED: (2, math.inf),
+    Schedule.ZERO_BUBBLE: (1, math.inf),
+    Schedule.ZBV: (2, 2),
+}
 
 
 def partition(
@@ -52,8 +60,10 @@ def partition(
     machines: what runs the stages. Their order in the pipeline is chosen: machines with fast links between
         them are neighbours.
     links: between the machines; one of them without names is for all pairs that no other names.
-    microbatches: how many make a step. schedule: "gpipe", "1f1b" or "interleaved".
-    stages_per_machine: 1, or more for "interleaved", with `microbatches` a multiple of the rounds.
+    microbatches: how many make a step. schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"
+        or "zbv"; "auto" for that of the first three whose predicted step is shortest.
+    stages_per_machine: 1; more for "interleaved", 1 or more for "zero-bubble", both with `microbatches` a
+        multiple of the rounds; 2 for "zbv".
     cuts: the operators before which the model is cut, by their names in the exported graph, instead of the
         best ones; the machines keep their order.
     repeated: the operators that each stage which reads them computes. The default is those that take less
@@ -68,11 +78,14 @@ def partition(
     if a pair of machines has no link or the model does not fit.
 
     Sources: FusionLLM (arXiv 2410.12707) for the machines' order and the estimate, GPipe (arXiv 1811.06965),
-    1F1B and its interleaved form (arXiv 2104.04473).
+    1F1B and its interleaved form (arXiv 2104.04473), zero bubble (arXiv 2401.10241).
     """
     if not isinstance(model, nn.Module):
         raise NotCallableError(got=type(model).__name__)
-    order = check_schedule(schedule, stages_per_machine, len(machines), microbatches)
+    orders = [
+        check_schedule(name, stages_per_machine, len(machines), microbatches)
+        for name in (AUTO if schedule == "auto" else (schedule,))
+    ]
     if len({m.name for m in machines}) < len(machines):
         raise InvalidOptionError(option="machines", value=machines, expected="machines of different names")
     table = link_table(machines, [links] if isinstance(links, Link) else list(links))
@@ -84,8 +97,13 @@ def partition(
         send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
         repeated = repeatable(work, slowest, send.us) if send else ()
     layout = Layout.of(work, times, frozenset(repeated), optimizer_bytes)
-    problem = Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
-    return problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts)))
+    return shortest(
+        [
+            Problem(layout, tuple(machines), kinds, table, order, microbatches, stages_per_machine)
+            for order in orders
+        ],
+        cuts,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,8 @@ class Problem:
     def places(self, ranks: Sequence[int]) -> list[Place]:
         """Return the place of each stage."""
         places, previous = [], None
-        for rank, flight in zip(list(ranks) * self.local, self.in_flight, strict=True):
+        for stage, flight in enumerate(self.in_flight):
+            rank = ranks[self.schedule.rank(stage, len(ranks))]
             m = self.machines[rank]
             link = None if previous in (None, rank) else self.table[previous, rank]
             kind = self.kinds.index((m.device, m.speed))
@@ -124,7 +143,10 @@ class Problem:
     def step(self, places: Sequence[Place], cuts: Cuts) -> Step:
         stages, links = self.layout.chain.times(places, cuts.at)
         training = bool(self.layout.work.differentiable)
-        return simulate(self.schedule, stages, links, len(self.machines), self.microbatches, training)
+        latencies = [place.link.latency_us if place.link else 0.0 for place in places[1:]]
+        return simulate(
+            self.schedule, stages, links, len(self.machines), self.microbatches, training, latencies
+        )
 
     def best(self) -> tuple[tuple[int, ...], Cuts]:
         """Return the best order of the machines, and the best cuts for it. Raise MachinesError if no cuts
@@ -192,20 +214,44 @@ class Problem:
         )
 
 
+def shortest(problems: Sequence[Problem], cuts: Sequence[str] | None) -> Pipeline:
+    """Return the plan of the problem whose step is shortest; of plans whose steps differ by less than 1%, the
+    first. Raise MachinesError if no problem has a plan."""
+    plans: list[Pipeline] = []
+    for number, problem in enumerate(problems, 1):
+        try:
+            plans.append(problem.plan(*(problem.best() if cuts is None else problem.fixed(cuts))))
+        except MachinesError:
+            if number == len(problems) and not plans:
+                raise
+    us = min(plan.step_us for plan in plans)
+    best = next(plan for plan in plans if plan.step_us <= 1.01 * us)
+    others: list[Decision] = []
+    for plan in plans:
+        longer = plan.step_us - best.step_us
+        reason = f"the step would take {timed(plan.step_us)}, {plan.step_us / best.step_us:.2f} times as long"
+        if plan is not best:
+            others.append(Decision("schedule", plan.schedule, Outcome.REFUSED, reason, -longer))
+    return replace(best, decisions=(*best.decisions, *others))
+
+
 def check_schedule(schedule: str, local: int, machines: int, microbatches: int) -> Schedule:
     """Return the schedule by its name. Raise InvalidOptionError if it cannot run so many microbatches."""
     if schedule not in tuple(Schedule):
         raise InvalidOptionError(
-            option="schedule", value=schedule, expected="one of gpipe, 1f1b, interleaved"
+            option="schedule", value=schedule, expected=f"one of {', '.join(Schedule)}"
         )
     order = Schedule(schedule)
     if machines < 1:
         raise InvalidOptionError(option="machines", value=machines, expected="at least one machine")
-    if (local > 1) != (order is Schedule.INTERLEAVED) or local < 1:
-        expected = "at least 2 with schedule='interleaved', and 1 with the others"
+    least, most = LOCAL.get(order, (1, 1))
+    if not least <= local <= most:
+        expected = "at least 2 for 'interleaved', at least 1 for 'zero-bubble', 2 for 'zbv', 1 for the others"
         raise InvalidOptionError(option="stages_per_machine", value=local, expected=expected)
-    if microbatches < 1 or (local > 1 and microbatches % max(1, microbatches // machines)):
-        expected = "a positive number; for 'interleaved' a multiple of microbatches // machines"
+    in_rounds = order in (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE)
+    if microbatches < 1 or (in_rounds and microbatches % max(1, microbatches // machines)):
+        expected = "a positive number; for 'interleaved' and 'zero-bubble' a multiple of "
+        expected += "microbatches // machines"
         raise InvalidOptionError(option="microbatches", value=microbatches, expected=expected)
     return order
 

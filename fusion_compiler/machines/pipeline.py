@@ -65,6 +65,7 @@ class Pipeline(PipelinePlan):
             len(self.machines),
             self.microbatches,
             self.training,
+            [e.latency_us for e in self.edges],
         )
         return replace(self, stages=tuple(stages), events=step.events, step_us=step.us, bubble=step.bubble)
 

@@ -50,18 +50,39 @@ class Link:
 
 class Schedule(StrEnum):
     """The order in which a machine runs the microbatches of its stages, by the names of PyTorch's classes:
-    ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B."""
+    ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble and
+    ScheduleZBVZeroBubble.
+
+    Eager 1F1B (arXiv 2211.05322) begins with twice as many forward passes as 1F1B, so that messages are on
+    their way while machines compute."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    EAGER = "eager-1f1b"
     INTERLEAVED = "interleaved"
+    ZERO_BUBBLE = "zero-bubble"
+    ZBV = "zbv"
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if the gradients of a stage's weights are computed later than those of its inputs."""
+        return self in (Schedule.ZERO_BUBBLE, Schedule.ZBV)
+
+    def rank(self, stage: int, machines: int) -> int:
+        """Return the place of a stage's machine in the pipeline. Every second row of stages goes back in
+        `zbv`, so that a machine has the first stage and the last one."""
+        row, place = divmod(stage, machines)
+        return machines - 1 - place if self is Schedule.ZBV and row % 2 else place
 
 
 class Phase(StrEnum):
-    """A phase of a microbatch in a stage."""
+    """A phase of a microbatch in a stage. Zero-bubble schedules run two phases, INPUT and WEIGHT, instead of
+    BACKWARD: the gradients of the stage's inputs, and later those of its weights."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True)
@@ -117,7 +138,8 @@ class Edge:
     """An edge is what goes from a stage to the next: tensors forward, gradients of some of them backward.
 
     A tensor that a later stage reads goes through every stage between. `tensors` has the order in which the
-    source's module returns them and the target's module takes them.
+    source's module returns them and the target's module takes them. latency_us: the part of both times that
+    keeps no other message waiting.
     """
 
     source: int
@@ -125,6 +147,7 @@ class Edge:
     tensors: tuple[Crossing, ...]
     forward_us: float
     backward_us: float
+    latency_us: float = 0.0
 
     @property
     def forward_bytes(self) -> int:
@@ -156,7 +179,7 @@ class PipelinePlan:
     """The plan says which machine runs which operators, and what the step is predicted to take.
 
     stages, edges: in the order of the forward pass; edge i goes from stage i to stage i + 1. Stage i runs on
-        machine i modulo the number of machines in `machines`, which are in the order of the pipeline.
+        machine `rank(i)` of `machines`, which are in the order of the pipeline.
     events: the predicted step, in the order of their start.
     step_us: when the last event ends. bubble: the share of the step in which a machine computes nothing, of
         all machines.
@@ -188,4 +211,4 @@ class PipelinePlan:
 
     def rank(self, stage: int) -> int:
         """Return the place of a stage's machine in `machines`."""
-        return stage % len(self.machines)
+        return self.schedule.rank(stage, len(self.machines))

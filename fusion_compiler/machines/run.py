@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining import schedules
 from torch.optim import Optimizer
 
 import fusion_compiler
 from fusion_compiler.api import compile
+from fusion_compiler.capture.deferred import Deferred
 from fusion_compiler.errors import PipelineArgumentError
-from fusion_compiler.ir.decision import Decision
+from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.machines import faults
 from fusion_compiler.machines.compression import Compression, Prepare, choose
 from fusion_compiler.machines.links import Lanes, Wire
@@ -26,7 +27,24 @@ from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
 from fusion_compiler.machines.stage import CompiledStage
 
-SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "Interleaved1F1B"}
+
+class EagerSchedule1F1B(schedules.Schedule1F1B):
+    def __init__(self, stage: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(stage, *args, **kwargs)
+        # a stage begins with so many forward passes, less its number
+        self._num_stages: int = 2 * stage.num_stages - 1 - stage.stage_index
+
+
+SINGLE: dict[Schedule, Any] = {  # of one stage for each process
+    Schedule.GPIPE: schedules.ScheduleGPipe,
+    Schedule.ONE_F_ONE_B: schedules.Schedule1F1B,
+    Schedule.EAGER: EagerSchedule1F1B,
+}
+SEVERAL: dict[Schedule, Any] = {
+    Schedule.INTERLEAVED: schedules.ScheduleInterleaved1F1B,
+    Schedule.ZERO_BUBBLE: schedules.ScheduleInterleavedZeroBubble,
+    Schedule.ZBV: schedules.ScheduleZBVZeroBubble,
+}
 Loss = Callable[[Any, Any], Tensor]
 DEFAULT = Compression()
 
@@ -35,11 +53,11 @@ class PipelineRunner:
     """A process's stages of a plan, ready to train. Every process of the default group makes one.
 
     plan: from `fc.partition(model, ...)`; the model's own parameters are trained. Process r is the plan's
-        machine r, and runs the stages r, r + the number of machines, and so on.
+        machine r, and runs the stages whose `plan.rank` is r.
     loss: of the last stage's result and the target; the mean over microbatches is trained.
     optimizer: called with this process's parameters, such as `lambda p: torch.optim.AdamW(p, lr=1e-3)`.
     compression: how far slow links are compressed; fast ones never are. None for not at all.
-    throttle: a link that this process imitates when it sends, on a CPU, to try a slow network on one machine.
+    throttle: a link that this process imitates when it sends over Gloo, to try a slow network on one machine.
     seed: of the random numbers of the stages, such as dropout's.
     start_s: how long to wait for the other processes to start.
     patience_s: a process is lost when nothing was heard of it for so long.
@@ -67,10 +85,10 @@ class PipelineRunner:
         self.world: int = dist.get_world_size()
         self._check()
         nccl = "nccl" in dist.get_backend()
-        gpu = torch.device("cuda", torch.cuda.current_device()) if nccl else None
-        self.device: torch.device = gpu or torch.device("cpu")
-        prepare = preparation(options if options or self.device.type == "cuda" else None)
-        self.numbers: range = range(self.rank, len(plan.stages), self.world)
+        self.device: torch.device = device_of(plan, nccl)
+        compiled = bool(options) or self.device.type == "cuda"
+        prepare = preparation(options if compiled else None)
+        self.numbers: list[int] = [s.number for s in plan.stages if plan.rank(s.number) == self.rank]
         modules = plan.modules()
         self.modules: dict[int, nn.Module] = {n: modules[n].to(self.device) for n in self.numbers}
         choices = choose(compression, plan)
@@ -82,7 +100,7 @@ class PipelineRunner:
         self.digest: str = digest(plan)
         faults.agree(self.store, self.rank, self.world, self._card(compression, seed), start_s)
         feedback = compression is not None and compression.feedback
-        self._lanes: Lanes = Lanes(self.device, self._watch.check, throttle)
+        self._lanes: Lanes = Lanes(self.device, not nccl, self._watch.check, throttle)
         self._watch.start()
         with self._watch.guard():
             self.stages: list[CompiledStage] = []
@@ -93,10 +111,12 @@ class PipelineRunner:
                     else None
                     for e in (n - 1, n)
                 ]
-                self.stages.append(CompiledStage(prepare(module), n, plan, self._lanes, wires, seed))
+                stage = CompiledStage(prepare(module), n, plan, self._lanes, wires, seed, compiled)
+                self.stages.append(stage)
             self.parameters: dict[str, Any] = tensors_of(self.modules.values(), "named_parameters")
             self.buffers: dict[str, Any] = tensors_of(self.modules.values(), "named_buffers")
             self.ties: list[tuple[nn.Parameter, Any]] = self._tie()
+            self.splits: dict[int, Decision] = {}  # of compiled stages in zero-bubble schedules, by number
             for stage in self.stages:
                 self._warm_up(stage)
                 if stage.before:
@@ -185,6 +205,7 @@ class PipelineRunner:
     def __str__(self) -> str:
         """Return the edges of this process: how they are compressed, bytes of a microbatch, and why."""
         lines = [f"process {self.rank} of {self.world}: stages {', '.join(map(str, self.numbers))}"]
+        lines += [f"  {decision}" for decision in self.splits.values()]
         for stage in self.stages:
             if (wire := stage.after) is not None:
                 raw = wire.edge.forward_bytes + wire.edge.backward_bytes
@@ -209,9 +230,9 @@ class PipelineRunner:
         def scaled(output: Any, target: Any) -> Tensor:
             return self.loss(output, target) / count  # a parameter of two stages of a process is scaled once
 
-        stages = self.stages if order is Schedule.INTERLEAVED else self.stages[0]
-        schedule: Any = get_schedule_class(SCHEDULES[order])
-        return schedule(stages, count, loss_fn=scaled, scale_grads=False)
+        if order in SINGLE:
+            return SINGLE[order](self.stages[0], count, loss_fn=scaled, scale_grads=False)
+        return SEVERAL[order](self.stages, count, loss_fn=scaled, scale_grads=False)
 
     def _card(self, compression: Compression | None, seed: int) -> faults.Card:
         return {
@@ -228,14 +249,15 @@ class PipelineRunner:
         """Return this process's parameters that others have as well, with their groups; make them equal."""
         groups: dict[tuple[int, ...], Any] = {}
         ties: list[tuple[nn.Parameter, Any]] = []
-        for name, ranks in ranks_of(self.plan, self.world, "parameters").items():
+        for name, ranks in ranks_of(self.plan, "parameters").items():
             if len(ranks) == 1:
                 continue
             if ranks not in groups:
                 groups[ranks] = dist.new_group(list(ranks))
             if self.rank in ranks:
                 parameter, group = self.parameters[name], groups[ranks]
-                self._lanes.collective(partial(dist.broadcast, parameter.detach(), ranks[0], group))
+                call = partial(dist.broadcast, src=ranks[0], group=group)
+                self._lanes.collective(call, parameter.detach())
                 ties.append((parameter, group))
         return [(parameter, group) for parameter, group in ties if parameter.requires_grad]
 
@@ -243,24 +265,51 @@ class PipelineRunner:
         for parameter, group in self.ties:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._lanes.collective(partial(dist.all_reduce, parameter.grad, group=group))
+            self._lanes.collective(partial(dist.all_reduce, group=group), parameter.grad)
 
     def _warm_up(self, stage: CompiledStage) -> None:
         """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus), unchanged(self.modules[stage.stage_index]) as before:
-            outputs = stage.submod(*(zeros(tensor, self.device) for tensor in stage.inputs))
+            inputs = [zeros(tensor, self.device) for tensor in stage.inputs]
+            outputs = stage.submod(*inputs)
             trained = [y for y in tuple_of(outputs) if isinstance(y, Tensor) and y.requires_grad]
-            torch.autograd.backward(trained, [torch.zeros_like(y) for y in trained])
-            for name, ranks in ranks_of(self.plan, self.world, "buffers").items():
+            gradients = [torch.zeros_like(y) for y in trained]
+            if self.plan.schedule.splits_backward and not stage.is_first:
+                values = {"stage_output": trained, "output_grads": gradients, "input_values": inputs}
+                _, rest = stage.backward_maybe_with_nosync("input", values)
+                if isinstance(rest, Deferred):
+                    self.splits[stage.stage_index] = self._split(stage, rest)
+                stage.backward_maybe_with_nosync("weight", {"param_groups": rest})
+            else:
+                torch.autograd.backward(trained, gradients)
+            for name, ranks in ranks_of(self.plan, "buffers").items():
                 if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
                     detail = f"processes {ranks} all change the buffer {name}"
                     raise PipelineArgumentError(detail=detail)
 
+    def _split(self, stage: CompiledStage, rest: Deferred) -> Decision:
+        """Return whether the gradients of a stage's weights are computed later than those of its inputs."""
+        outcome, reason = Outcome.REFUSED, "; ".join(rest.refusals)
+        if not reason and rest.steps:
+            outcome, reason = Outcome.DONE, "two graphs"
+        elif not reason and any(p.requires_grad for p in stage.submod.parameters()):
+            reason = "its backward pass is not compiled"
+        elif not reason:
+            reason = "it has no weights"
+        return Decision("split backward", f"stage {stage.stage_index}", outcome, reason)
+
     def _abort(self) -> None:
-        """End the operations of a GPU that wait for a lost process."""
-        if self.device.type == "cuda" and dist.group.WORLD is not None:
+        """End the operations of NCCL that wait for a lost process."""
+        if not self._lanes.gloo and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
+
+
+def device_of(plan: PipelinePlan, nccl: bool) -> torch.device:
+    """Return where this process's stages run: on its current GPU with NCCL, else where the model is."""
+    if nccl:
+        return torch.device("cuda", torch.cuda.current_device())
+    return next((p.device for p in plan.graph.parameters()), torch.device("cpu"))
 
 
 def preparation(options: Mapping[str, Any] | None) -> Prepare:
@@ -281,19 +330,17 @@ def names_of(plan: PipelinePlan, world: int) -> list[str]:
     """Return the name of each process in messages."""
     names: list[str] = []
     for rank in range(world):
-        numbers = ", ".join(str(s.number) for s in plan.stages if s.number % world == rank)
+        numbers = ", ".join(str(s.number) for s in plan.stages if plan.rank(s.number) == rank)
         names.append(f"stage {numbers} (process {rank}, machine {plan.machines[rank].name})")
     return names
 
 
-def ranks_of(
-    plan: PipelinePlan, world: int, kind: Literal["parameters", "buffers"]
-) -> dict[str, tuple[int, ...]]:
+def ranks_of(plan: PipelinePlan, kind: Literal["parameters", "buffers"]) -> dict[str, tuple[int, ...]]:
     """Return for each parameter or buffer the processes whose stages have it, in an order that all share."""
     ranks: dict[str, set[int]] = {}
     for stage in plan.stages:
         for name in getattr(stage, kind):
-            ranks.setdefault(name, set()).add(stage.number % world)
+            ranks.setdefault(name, set()).add(plan.rank(stage.number))
     return {name: tuple(sorted(ranks[name])) for name in sorted(ranks)}
 
 

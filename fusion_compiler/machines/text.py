@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fusion_compiler.ir.plan_text import aligned, human_bytes
-from fusion_compiler.machines.plan import Edge, PipelinePlan, Stage
+from fusion_compiler.machines.plan import Edge, Phase, PipelinePlan, Stage
 
 WIDTH = 96  # of the timeline, in characters
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+MARKS = {Phase.FORWARD: "-", Phase.BACKWARD: "=", Phase.INPUT: "=", Phase.WEIGHT: "~"}
 
 
 def text_of(plan: PipelinePlan) -> str:
@@ -75,18 +76,19 @@ def ranges(modules: Iterable[str]) -> str:
 
 def timeline(plan: PipelinePlan, width: int = WIDTH) -> list[str]:
     """Return a line for each machine. A column is an equal share of the step, and shows what runs in its
-    middle: the number of the microbatch where a phase begins, "-" in its forward pass and "=" in its backward
-    pass."""
+    middle: the number of the microbatch where a phase begins, "-" in its forward pass, "=" in its backward
+    pass, and "~" where that computes the gradients of weights alone."""
     longest = max(len(m.name) for m in plan.machines)
     rows = [[" "] * width for _ in plan.machines]
     for event in plan.events:
         start, end = (math.ceil(us * width / plan.step_us - 0.5) for us in (event.start_us, event.end_us))
-        mark = "-" if event.phase == "F" else "="
+        mark = MARKS[event.phase]
         drawn = (DIGITS[event.microbatch % len(DIGITS)] + mark * width)[: end - start]
         rows[plan.rank(event.stage)][start:end] = drawn
     scale = f"{' ' * longest} |{timed(plan.step_us).rjust(width, '.')}|"
     lines = [f"{m.name.ljust(longest)} |{''.join(row)}|" for m, row in zip(plan.machines, rows, strict=True)]
-    return ["", f"{scale}  0--: forward of microbatch 0, 0==: backward", *lines]
+    split = " of the inputs, 0~~: of the weights" if plan.training and plan.schedule.splits_backward else ""
+    return ["", f"{scale}  0--: forward of microbatch 0, 0==: backward{split}", *lines]
 
 
 def timed(us: float) -> str:

@@ -297,6 +297,35 @@ def test_interleaved_stages_go_round() -> None:
     assert len(plan.events) == 2 * 4 * 4
 
 
+def test_the_schedule_with_the_shortest_step_is_taken_and_equal_ones_hold_less() -> None:
+    model, args = Language(layers=8), (torch.randint(0, 50, (3, 7)),)
+    for microbatches, schedule in ((1, "1f1b"), (8, "eager-1f1b")):
+        slow = fc.Link(bytes_per_s=1e9, latency_us=0.0)
+        options: Any = {"machines": THREE, "links": slow, "microbatches": microbatches}
+        plans = {s: fc.partition(model, args, schedule=s, **options) for s in ("1f1b", "eager-1f1b", "gpipe")}
+        plan = fc.partition(model, args, schedule="auto", **options)
+        assert plan.schedule == schedule and plan.events == plans[schedule].events
+        refused = {d.subject: d.reason for d in plan.decisions if d.rule == "schedule"}
+        assert refused.keys() == plans.keys() - {schedule}
+        for name, reason in refused.items():
+            assert reason.endswith(f"{plans[name].step_us / plan.step_us:.2f} times as long")
+
+
+def test_zero_bubble_stages_go_round_or_back_and_their_timeline_shows_weights(tmp_path: Path) -> None:
+    model, args = Language(layers=8), (torch.randint(0, 50, (3, 7)),)
+    options: Any = {"machines": THREE[:2], "links": LINK, "stages_per_machine": 2, "microbatches": 4}
+    for schedule, machines in (("zero-bubble", [*"abab"]), ("zbv", [*"abba"])):
+        plan = fc.partition(model, args, schedule=schedule, **options)
+        assert [s.machine for s in plan.stages] == machines
+        assert len(plan.events) == 3 * 4 * 4
+        assert (plan.edges[1].us == 0) == (schedule == "zbv")  # its two stages in the middle share a machine
+        assert "~" in str(plan) and "0~~: of the weights" in str(plan)
+        plan.html(tmp_path / "plan.html")
+        assert "gradients of the weights of microbatch 3" in (tmp_path / "plan.html").read_text()
+    forward = fc.partition(model.eval(), args, schedule="zbv", **options)
+    assert len(forward.events) == 4 * 4 and "~" not in str(forward).split("why")[0]
+
+
 def test_measured_times_are_those_of_this_machine() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1024), nn.Linear(1024, 64))
     plan = fc.partition(model, (torch.randn(256, 64),), machines=THREE[:2], links=LINK, measured=True)

@@ -21,6 +21,8 @@ from tests.machines.processes import run
 
 COUNT, STEPS, WORDS = 4, 3, 20
 SLOW = Link(bytes_per_s=1e5, latency_us=50.0)
+# So slow a link is best cut where little crosses it. These cuts give each stage weights, by their number.
+EVEN = {1: ("linear_2",), 3: ("linear_1", "linear_2", "linear_3")}
 
 
 class Model(nn.Module):
@@ -69,7 +71,7 @@ def plan_of(model: nn.Module, world: int, schedule: str = "1f1b", local: int = 1
     machines = [Machine(f"m{i}") for i in range(world)]
     return fc.partition(
         model, (data(0)[0][:2],), machines=machines, links=SLOW, microbatches=COUNT, schedule=schedule,
-        stages_per_machine=local,
+        stages_per_machine=local, cuts=EVEN[world * local - 1] if schedule.startswith("z") else None,
     )  # fmt: skip
 
 
@@ -136,15 +138,70 @@ def compare_tensors(results: list[dict[str, Tensor]], model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "schedule", "local"), [(2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1)]
-)
-@pytest.mark.sample(2)
+    ("world", "schedule", "local"),
+    [
+        (2, "gpipe", 1), (2, "1f1b", 1), (2, "interleaved", 2), (4, "1f1b", 1),
+        (4, "eager-1f1b", 1), (2, "zero-bubble", 1), (2, "zero-bubble", 2), (2, "zbv", 2),
+    ],
+)  # fmt: skip
+@pytest.mark.sample(3)
 def test_loss_and_parameters_are_those_of_the_uncut_model(
     world: int, schedule: str, local: int, tmp_path: Path
 ) -> None:
     results = run(train, world, tmp_path, world, schedule, local, 0.0, {})
     model = model_of()
     compare(results, uncut(lambda words, *_: model(words), model), model)
+
+
+@pytest.mark.parametrize(("world", "schedule", "local"), [(2, "zero-bubble", 2), (2, "zbv", 2)])
+def test_zero_bubble_schedules_run_compiled_stages_in_two_graphs(
+    world: int, schedule: str, local: int, tmp_path: Path
+) -> None:
+    results = run(train, world, tmp_path, world, schedule, local, 0.0, {"backend": "eager"})
+    model = model_of()
+    compare(results, uncut(lambda words, *_: model(words), model), model)
+    lines = [line.strip() for *_, text in results for line in text.splitlines() if "split" in line]
+    assert sorted(lines) == [f"split backward: stage {n} done: two graphs" for n in (1, 2, 3)]
+
+
+class Bare(nn.Module):
+    """Its second stage has no weights and returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 16)
+        self.mix, self.head = nn.Linear(6, 6), nn.Linear(16, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = torch.tanh(self.embedding(words)).transpose(1, 2)
+        return self.head(self.mix(x).transpose(1, 2))
+
+
+def train_bare(rank: int, options: dict[str, Any]) -> Any:
+    torch.manual_seed(3)
+    model = Bare().double()
+    plan = fc.partition(
+        model, (data(0)[0][:2],), machines=[Machine("a"), Machine("b")], links=SLOW, microbatches=COUNT,
+        schedule="zero-bubble", stages_per_machine=2, cuts=("tanh", "linear", "linear_1"),
+    )  # fmt: skip
+    pipeline = pipeline_of(plan, **options)
+    losses = [pipeline.step(*data(step)) for step in range(STEPS)]
+    left = [len(s.backward_state) + len(s.fwd_cache) + len(s.arrivals) for s in pipeline.stages]
+    pipeline.close()
+    parameters = {n: p.detach() for n, p in pipeline.parameters.items()}
+    return [x for x in losses if x is not None], parameters, str(pipeline) + f"left {left}"
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "eager"}])
+def test_a_stage_without_weights_that_returns_a_view_runs_in_zero_bubble_schedules(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    results = run(train_bare, 2, tmp_path, options)
+    torch.manual_seed(3)
+    model = Bare().double()
+    compare(results, uncut(lambda words, *_: model(words), model), model)
+    assert all("left [0, 0]" in text for *_, text in results)
+    assert ("split backward: stage 1 refused: it has no weights" in results[1][2]) == bool(options)
 
 
 def test_dropout_of_a_microbatch_depends_on_nothing_but_its_seed(tmp_path: Path) -> None:
