@@ -196,6 +196,7 @@ COMPILED = ("compile", "graphs", "autotune")  # the forms of torch.compile
 HEADLINES: tuple[tuple[str, str, str, Callable[[Row], bool]], ...] = (
     ("kernels, forward", "kernels", "us", lambda row: row["phase"] == PHASES[0]),
     ("kernels, forward and backward", "kernels", "us", lambda row: row["phase"] == PHASES[1]),
+    ("attention in other forms, with gradients", "chains", "ms", lambda row: row["phase"] != "forward"),
     ("steps of language and vision models", "models", "step_ms", lambda row: True),
     ("steps of other networks", "nets", "step_ms", lambda row: True),
     ("one generated token", "decode", "step_ms", lambda row: True),

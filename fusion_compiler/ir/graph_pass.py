@@ -36,6 +36,7 @@ class Pass:
         follows from the rewrite.
     rounds_as_eager: False if results are rounded at other places than eager rounds them; numerics="eager"
         then leaves the pass out.
+    needs: the name of a pass that has to follow; if that one is left out, this one is as well.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Pass:
     gains: str = ""
     rounds_as_eager: bool = True
     level: Level = Level.ABOVE_AUTOGRAD
+    needs: str = ""
 
 
 class Refused(Exception):

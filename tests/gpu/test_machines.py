@@ -99,7 +99,7 @@ def test_large_messages_are_sent_when_they_are_complete(throttle: fc.Link | None
         for x, y in zip(*(t.chunk(8) for t in batch(step, device)), strict=True):
             loss = F.mse_loss(model(x), y) / 8
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         optimizer.step()
         losses.append(total)
     assert results[1] == pytest.approx(losses, rel=1e-5)

@@ -38,7 +38,7 @@ from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.nests.body import Nest, nests_of
-from fusion_compiler.passes.nests.copies import before_copy, copy_behind, sizes
+from fusion_compiler.passes.nests.copies import read_copy, sizes, stored_behind
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, Region, count, regions
 from fusion_compiler.schedule.chains import Chain
 
@@ -118,7 +118,7 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
     tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
     tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
     first, inputs = nest.results[0], tuple(items.get(n, n) for n in nest.inputs)
-    copied = [path for e in nest.exits if (path := copy_behind(e.node))]
+    copied = [path for e in nest.exits if (path := stored_behind(e.node))]
     with graph.inserting_before(first):
         call = graph.create_node("call_function", target, inputs, {}, target.name)
         call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
@@ -129,9 +129,8 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
         items[node] = item
         node.replace_all_uses_with(item)
     for path in copied:
-        end = path[0].all_input_nodes[0]
-        for reader in [u for u in end.users if u is not path[0]]:
-            reader.replace_input_with(end, before_copy(path, items[path[-1]], reader))
+        for reader in [u for u in path[0].all_input_nodes[0].users if u is not path[0]]:
+            read_copy(path, items[path[-1]], reader)
 
 
 # -- row sums of gradients ------------------------------------------------------------------------------
@@ -263,5 +262,6 @@ GENERAL_ATTENTION = Pass(
     does="Compute attention that PyTorch has no call for as one nest forward and a few backward.",
     when="scores are computed element by element between two batched products, of 16-bit dtypes on a GPU",
     gains="the scores are never stored",
+    rounds_as_eager=False,
     level=Level.JOINT,
 )

@@ -26,7 +26,7 @@ from fusion_compiler.capture.graphs import fake_mode
 from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.schema import HALVES, is_cast
-from fusion_compiler.passes.nests.copies import copy_behind, is_free_copy
+from fusion_compiler.passes.nests.copies import is_free_copy, stored_behind
 from fusion_compiler.passes.nests.region import PRODUCTS, Exit, Region, count, is_pointwise
 
 _aten = torch.ops.aten
@@ -128,7 +128,7 @@ def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int])
     ends = [e.node for e in exits]
     inside = _slice(region, ends, region.statistics - set(ends))
     inside -= region.statistics - set(ends)
-    inside |= {n for end in ends for n in copy_behind(end)}
+    inside |= {n for end in ends for n in stored_behind(end)}
     for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
         inside |= _computed(node)
     nodes = sorted(inside, key=order.__getitem__)
@@ -139,7 +139,7 @@ def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int])
 
 def _stored(end: Exit) -> fx.Node:
     """Return what a nest stores of an exit: the copy that the graph makes of it, if there is one."""
-    return (end.node, *copy_behind(end.node))[-1]
+    return (end.node, *stored_behind(end.node))[-1]
 
 
 def _slice(region: Region, ends: Sequence[fx.Node], stops: frozenset[fx.Node]) -> set[fx.Node]:

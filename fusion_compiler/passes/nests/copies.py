@@ -14,6 +14,7 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import emit
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ops.schema import is_cast
 from fusion_compiler.ops.views import Permuted
 from fusion_compiler.passes.nests.region import is_pointwise
 from fusion_compiler.passes.rewrites.axes import COPIES, rearrangement
@@ -33,27 +34,39 @@ def is_free_copy(node: fx.Node) -> bool:
     return 1 in numbers[-2:] and 0 not in numbers
 
 
-def copy_behind(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the views of a result up to the one copy that the graph makes of it, the copy included. Return
-    () if there is no such copy, or if others than element-wise operators read the result too."""
-    path, tag = list[fx.Node](), node.meta.get("partitioner_tag")
-    current = node
-    while not path or path[-1].target not in COPIES - {_aten.alias.default}:
-        moved = [u for u in current.users if rearrangement(u) is not None]
-        others = [u for u in current.users if u not in moved]
-        if len(moved) != 1 or moved[0].meta.get("partitioner_tag") != tag:
-            return ()
+def stored_behind(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Return what a nest computes of a result before it stores it: products with numbers and views, up to the
+    one copy that the graph makes of them, or up to the last number. Return () if there is nothing such, or if
+    others than element-wise operators read the result too."""
+    path, last, tag = list[fx.Node](), 0, node.meta.get("partitioner_tag")
+    current, is_shared, is_copied = node, False, False
+    while not is_copied and sizes(node.graph, current.meta["val"].shape) is not None:
+        on_way = [u for u in current.users if rearrangement(u) is not None or _is_scaled(u)]
+        others = [u for u in current.users if u not in on_way]
+        is_shared |= bool(others)
+        if len(on_way) != 1 or on_way[0].meta.get("partitioner_tag") != tag:
+            break
         if others and (path or not all(is_pointwise(u) and not is_view_node(u) for u in others)):
-            return ()
-        if sizes(node.graph, current.meta["val"].shape) is None:
-            return ()
-        path.append(current := moved[0])
-    return tuple(path)
+            break
+        if is_shared and _is_scaled(on_way[0]):
+            break
+        path.append(current := on_way[0])
+        is_copied = current.target in COPIES - {_aten.alias.default}
+        last = len(path) if is_copied or _is_scaled(current) else last
+    return tuple(path[:last])
 
 
-def before_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> fx.Node:
-    """Emit, before a reader, the result from the copy at the end of a path, and return it."""
+def _is_scaled(node: fx.Node) -> bool:
+    """True of a product with a number."""
+    by_number = node.target in (_aten.mul.Tensor, _aten.mul.Scalar) and isinstance(node.args[1], int | float)
+    return by_number and node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype
+
+
+def read_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> None:
+    """Let a reader of a result read the copy at the end of a path, in place. If it converts the result to
+    another dtype, that comes first: what is saved for a backward pass is then the copy, which is smaller."""
     tag = {k: v for k, v in reader.meta.items() if k == "partitioner_tag"}
+    result = path[0].all_input_nodes[0]
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         emitted = emit(reader, target, *args, **kwargs)
@@ -61,6 +74,8 @@ def before_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> fx.N
         return emitted
 
     with reader.graph.inserting_before(reader):
+        if is_cast(reader.target):
+            copy = call(reader.target, copy, *reader.args[1:], **reader.kwargs)
         for node in reversed(path):
             how, operand = rearrangement(node), node.all_input_nodes[0]
             if not isinstance(how, Permuted):
@@ -69,7 +84,10 @@ def before_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> fx.N
                 copy = call(_aten.view.default, copy, shape)
             elif (order := [how.order.index(d) for d in range(len(how.order))]) != sorted(order):
                 copy = call(_aten.permute.default, copy, order)
-    return copy
+    if is_cast(reader.target):
+        reader.replace_all_uses_with(copy)
+    else:
+        reader.replace_input_with(result, copy)
 
 
 def sizes(graph: fx.Graph, shape: Sequence[Any]) -> list[Any] | None:

@@ -10,7 +10,6 @@ what it is made of, and leaves out the keys that it hides.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
@@ -32,15 +31,20 @@ def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
     named = arguments(call)
     if named["attn_mask"] is None or call.meta["val"].device.type not in DEVICES:
         return None
-    return _refusal(named) or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
+    if named["is_causal"]:
+        return "it has a mask, and is causal beside that"
+    reason = refusal(*(named[n].meta["val"] for n in ("query", "key", "value")))
+    return reason or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
 
 
-def _refusal(named: dict[str, Any]) -> str:
-    query, key, value = (named[n].meta["val"] for n in ("query", "key", "value"))
+def refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """Return why a library's call computes attention with a mask, or "" if a nest does."""
+    if query.device.type not in DEVICES:
+        return f"on {query.device.type} a library computes it"
     if query.dtype not in HALVES or not query.dtype == key.dtype == value.dtype:
         return f"scores of {query.dtype} are multiplied by a library"
-    if query.dim() != 4 or key.dim() != 4 or named["is_causal"]:
-        return "it is no call of four dimensions with a mask alone"
+    if query.dim() != 4 or key.dim() != 4:
+        return "it has no four dimensions"
     (rows, keys), width = (hinted(x.shape[2]) for x in (query, key)), hinted(key.shape[3])
     if (widest := max(width, hinted(value.shape[3]))) > MOST_WIDTH:
         return f"heads of {widest} are wider than {MOST_WIDTH}"
@@ -76,4 +80,5 @@ MASKED_ATTENTION = Pass(
     when="16-bit dtypes on a GPU, and more scores than elements of queries and keys",
     gains="no mask is stored, and keys that it hides are not read",
     rounds_as_eager=False,
+    needs="general attention",
 )

@@ -49,7 +49,7 @@ def simplify_masks(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
         if mask is None:
             return None
         if mask not in verdicts:
-            verdicts[mask] = _verdict(mask, written)
+            verdicts[mask] = verdict(mask, written)
         kind, reason = verdicts[mask]
         rows, columns = (expression(arguments(call)[k].meta["val"].shape[-2]) for k in ("query", "key"))
         if kind is Mask.CAUSAL and rows != columns:
@@ -91,7 +91,8 @@ def _replaced(call: fx.Node, kind: Mask, nodes: Nodes) -> fx.Node:
     return node
 
 
-def _verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
+def verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
+    """Return what a mask is proved to be, or None, and the reason. written: as for `shows_every_row`."""
     built_from = ancestors(mask)
     if data := _data(built_from):
         return None, f"the mask depends on data ({data[0].name})"

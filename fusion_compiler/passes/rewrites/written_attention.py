@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -28,8 +29,9 @@ from torch import fx
 from fusion_compiler.capture.graphs import emit, mutated_nodes, stored_in_order
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.views import Permuted, Reshaped
+from fusion_compiler.passes.nests import masked
 from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES, Attention, Operand, attention_at
-from fusion_compiler.passes.rewrites.attention_mask import shows_every_row
+from fusion_compiler.passes.rewrites.attention_mask import shows_every_row, verdict
 from fusion_compiler.passes.rewrites.axes import COPIES, Dim, rearrangement, shape_of
 from fusion_compiler.passes.rewrites.constants import base_name, values
 from fusion_compiler.passes.rewrites.contiguous import shows
@@ -45,7 +47,7 @@ MAX_HEAD = 256  # of the flash kernels; above, separate products are not known t
 HIDDEN = -1e8
 
 
-def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
+def _look(node: fx.Node, written: set[fx.Node], leaves_masks: bool) -> Replacement | None:
     attention = attention_at(node)
     if attention is None:
         return None
@@ -53,7 +55,7 @@ def _look(node: fx.Node, written: set[fx.Node]) -> Replacement | None:
     def call(nodes: Nodes) -> fx.Node:
         copy = attention_at(nodes[node])
         assert copy is not None
-        return _Call(copy).emitted()
+        return _Call(copy, leaves_masks).emitted()
 
     return Replacement(call, _described(attention), tuple(attention.inside), attention.root)
 
@@ -78,10 +80,13 @@ class _Mask:
 
 
 class _Call:
-    """The call that an attention becomes, emitted at the place of the attention's result."""
+    """The call that an attention becomes, emitted at the place of the attention's result.
 
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    leaves_masks: it becomes none if its mask is one that a nest computes faster (`passes.nests.masked`).
+    """
+
+    def __init__(self, attention: Attention, leaves_masks: bool) -> None:
+        self.attention, self.leaves_masks = attention, leaves_masks
         self.graph = attention.root.graph
         self.axes = attention.axes
         self.dtype: torch.dtype = attention.products[1].meta["val"].dtype
@@ -102,6 +107,10 @@ class _Call:
         refusal = no_kernel(query, value, mask.tensor, form.dropout)
         if refusal and form.scores.capped is None:
             raise Refused(refusal)
+        operands = (n.meta["val"] for n in (query, key, value))
+        if self.leaves_masks and mask.tensor is not None and not masked.refusal(*operands):
+            if verdict(mask.tensor, mutated_nodes(self.graph.nodes))[0] is None:
+                raise Refused("a nest computes its mask")
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
         scale = form.scores.scale
@@ -351,9 +360,14 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
 
 FUSED_ATTENTION = Pass(
     RULE,
-    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), _look),
+    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=True)),
     does="Call scaled_dot_product_attention for attention that is written out.",
     when="a fused kernel takes its dtypes, sizes and mask",
     gains="the scores are never stored",
     rounds_as_eager=False,
+)
+# In the place of the other one where no nest computes masks.
+FUSED_MASKED_ATTENTION = replace(
+    FUSED_ATTENTION,
+    apply=Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=False)),
 )
