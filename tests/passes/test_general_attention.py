@@ -349,3 +349,25 @@ def test_calls_with_a_mask_are_as_close_to_float64_as_eager(
     for one, theirs, exact in zip(*run_all(compiled, code, inputs), strict=True):
         assert not (wrong := not_as_close(one, theirs, exact)), wrong
     assert notes_of(compiled)[0].startswith("done") and bodies_of(compiled)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(~shown[:, None, None, :], -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    return (q @ k.mT * 0.25).masked_fill(i[None, :] > i[:, None], -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("code", [padded, causal])
+@pytest.mark.parametrize("disable", [(), (RULE,), ("masked attention", RULE)])
+def test_written_attention_is_a_call_where_a_flash_kernel_takes_it_or_no_nest_does(
+    code: Run, disable: tuple[str, ...]
+) -> None:
+    q, k, v = (torch.empty(2, 4, 256, 32, dtype=torch.half) for _ in range(3))
+    report = fc.explain(code, q, k, v, torch.empty(2, 256, dtype=torch.bool), disable=disable)
+    are_calls = "fused attention: done" in str(report)
+    assert are_calls == (code is causal or RULE in disable)
+    assert ("general attention: done" in str(report)) == (not are_calls)
