@@ -13,7 +13,6 @@ from fusion_compiler.passes.chunks.chunk import CHUNKED_LOSS
 from fusion_compiler.passes.chunks.gradients import CHUNKED_GRADIENT
 from fusion_compiler.passes.fuse.choice import PRODUCTS
 from fusion_compiler.passes.nests.attention import GENERAL_ATTENTION
-from fusion_compiler.passes.nests.masked import MASKED_ATTENTION
 from fusion_compiler.passes.nests.sinks import ATTENTION_SINKS
 from fusion_compiler.passes.rewrites.affine_lookups import AFFINE_LOOKUPS
 from fusion_compiler.passes.rewrites.attention_mask import ATTENTION_MASK
@@ -32,6 +31,7 @@ from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.in_place import IN_PLACE_WRITES
 from fusion_compiler.passes.rewrites.innermost_channels import CHANNELS_LAST
 from fusion_compiler.passes.rewrites.literals import SCALAR_CONSTANTS
+from fusion_compiler.passes.rewrites.masked_attention import MASKED_ATTENTION
 from fusion_compiler.passes.rewrites.patches import PATCHES
 from fusion_compiler.passes.rewrites.permuted_rows import PERMUTED_ROWS
 from fusion_compiler.passes.rewrites.pools import GLOBAL_AVERAGE_POOL, MAX_POOL

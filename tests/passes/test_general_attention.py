@@ -19,8 +19,8 @@ from benchmarks.chains.variants import VARIANTS, Shape, Variant
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
-from fusion_compiler.passes.nests import masked
 from fusion_compiler.passes.nests.attention import RULE
+from fusion_compiler.passes.rewrites import masked_attention
 from fusion_compiler.schedule.uneven_widths import in_powers_of_two
 from tests.exactness import not_as_close
 from tests.nest_values import stored
@@ -341,7 +341,7 @@ MASKED: dict[str, tuple[Run, Callable[[], list[Tensor]]]] = {
 def test_calls_with_a_mask_are_as_close_to_float64_as_eager(
     name: str, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masked, "DEVICES", ("cpu",))
+    monkeypatch.setattr(masked_attention, "DEVICES", ("cpu",))
     code, more = MASKED[name]
     inputs = [*Shape(2, 4, 70, 16, 16, dtype=torch.bfloat16).inputs(), *more()]
     inputs = [x.detach().bfloat16().requires_grad_() if x.is_floating_point() else x for x in inputs]

@@ -32,11 +32,10 @@ from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, rearrangement, shape_of
+from fusion_compiler.passes.rewrites.masked_attention import LEAST_GAIN, MOST_WIDTH
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
-MOST_WIDTH = 256  # of queries, keys and values: a tile holds all features of a row
-LEAST_GAIN = 2  # scores have at least so many times the elements of both factors
 FORWARD, BACKWARD = "is_forward", "is_backward"
 
 

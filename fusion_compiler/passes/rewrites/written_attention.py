@@ -29,7 +29,6 @@ from torch import fx
 from fusion_compiler.capture.graphs import emit, mutated_nodes, stored_in_order
 from fusion_compiler.ir.graph_pass import Pass, Refused
 from fusion_compiler.ops.views import Permuted, Reshaped
-from fusion_compiler.passes.nests import masked
 from fusion_compiler.passes.rewrites.attention_form import SOFTMAXES, Attention, Operand, attention_at
 from fusion_compiler.passes.rewrites.attention_mask import shows_every_row, verdict
 from fusion_compiler.passes.rewrites.axes import COPIES, Dim, rearrangement, shape_of
@@ -38,6 +37,7 @@ from fusion_compiler.passes.rewrites.contiguous import shows
 from fusion_compiler.passes.rewrites.engine import Nodes, Replacement, Replacements
 from fusion_compiler.passes.rewrites.few_queries import capped_attention
 from fusion_compiler.passes.rewrites.mask_algebra import expression
+from fusion_compiler.passes.rewrites.masked_attention import refusal
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
@@ -82,7 +82,7 @@ class _Mask:
 class _Call:
     """The call that an attention becomes, emitted at the place of the attention's result.
 
-    leaves_masks: it becomes none if its mask is one that a nest computes faster (`passes.nests.masked`).
+    leaves_masks: it becomes none if its mask is one that a nest computes faster (`masked_attention.py`).
     """
 
     def __init__(self, attention: Attention, leaves_masks: bool) -> None:
@@ -104,11 +104,11 @@ class _Call:
         key = self._canonical(self._in_dtype(form.key), (form.keys, form.inner))
         value = self._canonical(self._in_dtype(form.value, 1), (form.keys, form.features))
         mask = self._mask()
-        refusal = no_kernel(query, value, mask.tensor, form.dropout)
-        if refusal and form.scores.capped is None:
-            raise Refused(refusal)
+        reason = no_kernel(query, value, mask.tensor, form.dropout)
+        if reason and form.scores.capped is None:
+            raise Refused(reason)
         operands = (n.meta["val"] for n in (query, key, value))
-        if self.leaves_masks and mask.tensor is not None and not masked.refusal(*operands):
+        if self.leaves_masks and mask.tensor is not None and not refusal(*operands):
             if verdict(mask.tensor, mutated_nodes(self.graph.nodes))[0] is None:
                 raise Refused("a nest computes its mask")
         if mask.even is not None:

@@ -18,12 +18,13 @@ from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.schema import HALVES
-from fusion_compiler.passes.nests.region import LEAST_GAIN, MOST_WIDTH
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "masked attention"
+MOST_WIDTH = 256  # of queries, keys and values in a nest: a tile holds all features of a row
+LEAST_GAIN = 2  # in a nest, scores have at least so many times the elements of queries and keys
 DEVICES = ("cuda",)  # on a CPU, PyTorch's call with a mask is the better one
 
 
