@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fusion_compiler.ir.dag import metas_of
 from fusion_compiler.ir.effects import has_effect
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.walk import reached
@@ -58,6 +59,18 @@ def eager(gm: fx.GraphModule) -> Callable[..., Any]:
     """Return the code of `gm` as a function, whose errors are raised and not printed as well."""
     LazyGraphModule.force_recompile(gm)
     return gm.forward
+
+
+def form_of(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Return what graphs have in common that compute the same of arguments that lie in memory alike, whatever
+    their nodes are called."""
+    numbers = {node: f"%{number}" for number, node in enumerate(gm.graph.nodes)}
+    lines = list[str]()
+    for node in gm.graph.nodes:
+        value, called = node.meta.get("val"), map_arg((node.args, node.kwargs), numbers.__getitem__)
+        target = "" if node.op == "placeholder" else node.target
+        lines.append(f"{node.op} {target} {called} {metas_of(value) or value}")
+    return tuple(lines)
 
 
 def unregister_constants(gm: fx.GraphModule) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fusion_compiler.capture.graphs import copied
+from fusion_compiler.capture.graphs import copied, form_of
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.passes.chunks.body import examples
@@ -25,19 +25,26 @@ def with_chunks(
     """Return `gm` with compiled bodies of its loops over chunks of rows; `gm` itself if it has none.
 
     A body's plan is named for the graph, the logits and the rows. A smaller last chunk has its own body.
+    Nests of several layers that compute the same share a plan, which is named for the first of them.
     predicted: receives an entry for each body when `compile_graph` compiles it.
     """
     loops = [node for node in gm.graph.nodes if isinstance(node.target, Chunked)]
     if not loops:
         return gm
     copy, nodes = copied(gm)
+    alike: dict[object, Chunked] = {}
     for node in loops:
         loop: Chunked = node.target
+        form = None if loop.unit else tuple(form_of(body) for body in loop.bodies.values())
+        if form is not None and (other := alike.get(form)) is not None:
+            times = {"peak": other.peak, "host_us": other.host_us, "gpu_us": other.gpu_us}
+            nodes[node].target = replace(loop, runs=other.runs, **times)
+            continue
         names = {rows: f"{loop.name}.{rows}_{loop.unit}" if loop.unit else loop.name for rows in loop.bodies}
         infos = {rows: inner_info(name, info, one_nest=not loop.unit) for rows, name in names.items()}
         runs = {rows: compile_graph(body, examples(body), infos[rows]) for rows, body in loop.bodies.items()}
         bodies = {rows: predicted[each.name] for rows, each in infos.items()}
-        nodes[node].target = replace(
+        nodes[node].target = alike[form] = replace(
             loop,
             runs=runs,
             peak=max(peak for peak, _ in bodies.values()),

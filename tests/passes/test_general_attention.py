@@ -188,6 +188,16 @@ def test_operands_and_results_are_not_copied_into_another_order(is_trained: bool
     assert not any(n.target is torch.ops.aten.clone.default for n in plan.dag.nodes.values())
 
 
+def test_layers_that_are_alike_share_plans() -> None:
+    torch.manual_seed(8)
+    layers = torch.nn.Sequential(*(Layer(24, 3) for _ in range(4))).requires_grad_(False)
+    compiled: Any = fc.compile(layers, backend="interpret", disable=("fused attention",))
+    x = torch.randn(2, 40, 24)
+    ours, eager, exact = compiled(x), layers(x), copy.deepcopy(layers).double()(x.double())
+    assert not (wrong := not_as_close(ours, eager, exact)), wrong
+    assert notes_of(compiled) and len(bodies_of(compiled)) == 1
+
+
 def test_dropped_probabilities_are_the_same_in_all_nests() -> None:
     variant = BY_NAME["soft cap, dropout"]
     inputs, results = inputs_of(variant, SMALL), list[list[Tensor]]()

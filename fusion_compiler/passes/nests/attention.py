@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, emit
+from fusion_compiler.capture.graphs import arguments, emit, form_of
 from fusion_compiler.ir.chunks import Chunked, Whole
 from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.decision import Decision, Decisions, Outcome
@@ -53,28 +53,33 @@ def make_nests(graph: fx.Graph) -> Decisions:
         _sum_result(node)
     split_sums(graph)
     graph.eliminate_dead_code()
-    notes: list[Decision] = []
+    notes, checked = list[Decision](), set[object]()
     for region in regions(graph):
         if not isinstance(region, Region):
             notes.append(Decision(RULE, region[0].name, Outcome.REFUSED, region[1]))
             continue
         subject = region.products[0].name
         try:
-            notes.append(Decision(RULE, subject, Outcome.DONE, _replace(graph, region)))
+            notes.append(Decision(RULE, subject, Outcome.DONE, _replace(graph, region, checked)))
         except Refused as reason:
             notes.append(Decision(RULE, subject, Outcome.REFUSED, str(reason)))
     return tuple(notes)
 
 
-def _replace(graph: fx.Graph, region: Region) -> str:
-    """Put the calls of a region's nests in its place, and return the note. Raises Refused."""
+def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
+    """Put the calls of a region's nests in its place, and return the note. Raises Refused.
+
+    checked: the forms of nests that are known to be chains; receives those of this region.
+    """
     order = {node: number for number, node in enumerate(graph.nodes)}
     nests = nests_of(region, order)
     for nest in nests:
         _check_order(nest, order)
     calls = [(nest, nest.graph()) for nest in nests]
     for nest, body in calls:
-        _check_chain(nest, body)
+        if (form := form_of(body)) not in checked:
+            _check_chain(nest, body)
+            checked.add(form)
     saved = max(_bytes(n) for n in region.scores)
     items: dict[fx.Node, fx.Node] = {}
     for number, (nest, body) in enumerate(calls):

@@ -90,9 +90,11 @@ def _widened(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) 
 
 def _emitted(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
     call = graph.create_node("call_function", target, args, kwargs, like.name)
-    values = map_arg((args, kwargs), lambda n: n.meta["val"])
-    with fake_mode([like.meta["val"]]), torch.no_grad():
-        value = target(*values[0], **values[1])
+    value, dtype = like.meta["val"], kwargs.get("dtype") if is_cast(target) else _wide(like)
+    if not isinstance(value, torch.Tensor) or value.dtype != dtype:
+        values = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with fake_mode([value]), torch.no_grad():
+            value = target(*values[0], **values[1])
     call.meta = {**like.meta, "val": value}
     return call
 

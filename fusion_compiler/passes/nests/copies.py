@@ -92,6 +92,8 @@ def read_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> None:
 
 def sizes(graph: fx.Graph, shape: Sequence[Any]) -> list[Any] | None:
     """Return sizes for a call: numbers, and the nodes that have the others; None if a size has no node."""
+    if all(isinstance(n, int) for n in shape):
+        return list(shape)
     nodes = {expression(n.meta["val"]): n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt)}
     result = [n if isinstance(n, int) else nodes.get(expression(n)) for n in shape]
     return None if None in result else result
