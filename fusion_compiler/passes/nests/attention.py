@@ -39,7 +39,7 @@ from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.nests.body import Nest, nests_of
 from fusion_compiler.passes.nests.copies import read_copy, sizes, stored_behind
-from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, Region, count, regions
+from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, PRODUCTS, Region, count, is_scores, regions
 from fusion_compiler.schedule.chains import Chain
 
 _aten = torch.ops.aten
@@ -49,6 +49,9 @@ _COPIES = (_aten.alias.default, _aten.clone.default, _aten.detach.default)
 
 def make_nests(graph: fx.Graph) -> Decisions:
     """Replace, in place, the scores of all attentions in a joint graph by calls of one nest each."""
+    products = (node for t in PRODUCTS for node in graph.find_nodes(op="call_function", target=t))
+    if not any(map(is_scores, products)):
+        return ()
     for node in graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList):
         _sum_result(node)
     split_sums(graph)
@@ -179,12 +182,14 @@ def _both(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _linear(node: Any) -> Iterable[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Yield products that a value is, times some factors, through views and casts."""
+    """Yield products that a value is, times some factors, through views and casts; each of them once."""
     pending: list[tuple[Any, tuple[fx.Node, ...]]] = [(node, ())]
+    seen = set[fx.Node]()
     while pending:
         current, factors = pending.pop()
-        if not isinstance(current, fx.Node):
+        if not isinstance(current, fx.Node) or current in seen:
             continue
+        seen.add(current)
         if current.target is _aten.bmm.default:
             yield current, factors
         elif _is_copy(current):
