@@ -17,7 +17,7 @@ from fusion_compiler.machines.plan import Schedule
 from fusion_compiler.machines.simulate import simulate
 from tests.machines.processes import run
 
-ROWS, WIDTH, COUNT, STEPS = 16, 64, 6, 3
+ROWS, WIDTH, COUNT, STEPS = 16, 64, 6, 8
 SPEED = 1e5  # bytes per second
 MESSAGE_S = 4 * ROWS * WIDTH / SPEED
 # seconds of a stage, forward and backward, and of a link's latency; a message takes 41 ms besides
