@@ -47,6 +47,7 @@ GROUPS = (ROWS, COLS)  # the order of a nest's axes
 INNER = "inner"  # not a group: axes after all others, of windows or of tiles
 RAGGED = "ragged"  # not a group: axes whose length is data
 TILE = frozenset({ROWS, COLS})
+MOST_FEATURES = 256  # of a row in a chain of products, whose tiles have all of them
 LARGEST_TILE = 1 << 15  # elements: 64 for each thread of 16 warps, of every tensor that it holds
 
 

@@ -12,8 +12,8 @@ from math import prod
 
 from fusion_compiler.ir.device import DeviceSpec
 from fusion_compiler.ir.dims import hint
-from fusion_compiler.ir.loops import Load, LoopNest
-from fusion_compiler.schedule.chains import MOST_FEATURES, Chain
+from fusion_compiler.ir.loops import MOST_FEATURES, Load, LoopNest
+from fusion_compiler.schedule.chains import Chain
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import At, Directive, In, On, Place, Placement, Split, Stage, Unit
 from fusion_compiler.schedule.shapes import padded

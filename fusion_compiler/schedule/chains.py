@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion_compiler.ir.loops import LoopNest, Reduce, with_operands
+from fusion_compiler.ir.loops import MOST_FEATURES, LoopNest, Reduce, with_operands
 from fusion_compiler.schedule.carried import Carried, carried_of
 from fusion_compiler.schedule.products import sums_of_products
 
 MOST_APART = 2  # axes that one factor of the first products has and the other has not: rows and columns
-MOST_FEATURES = 256  # of an axis that is in a tile: all features of a row
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fusion_compiler.ir.dims import Dim as Size
 from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.graph_pass import Refused
 from fusion_compiler.ir.layout import is_view_node
+from fusion_compiler.ir.loops import MOST_FEATURES
 from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.dims import reduced_dims
@@ -32,7 +33,7 @@ from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.axes import Axes, Dim, Layout, rearrangement, shape_of
-from fusion_compiler.passes.rewrites.masked_attention import LEAST_GAIN, MOST_WIDTH
+from fusion_compiler.passes.rewrites.masked_attention import LEAST_GAIN
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
@@ -93,17 +94,17 @@ def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
 
 
 def is_scores(node: fx.Node) -> bool:
-    """True if a batched product's result is much larger than both of its factors, which are narrow. On a GPU,
-    libraries multiply float32 faster."""
+    """True if a batched product's result is much larger than both of its factors, which are narrow. On a GPU
+    both have 16 bits: libraries multiply float32 faster than a nest."""
     factors = factors_of(node.target)
     assert factors is not None
     named = arguments(node)
     left, right = named[factors.left], named[factors.right]
     value: torch.Tensor = left.meta["val"]
-    is_wide = value.device.type != "cpu" and value.dtype not in HALVES
-    narrow = hinted(value.shape[-1]) <= MOST_WIDTH and value.is_floating_point() and not is_wide
+    narrow = hinted(value.shape[-1]) <= MOST_FEATURES
+    takes = value.dtype in HALVES or (value.is_floating_point() and value.device.type == "cpu")
     same = value.dtype == right.meta["val"].dtype
-    return narrow and same and count(node) >= LEAST_GAIN * (count(left) + count(right))
+    return narrow and takes and same and count(node) >= LEAST_GAIN * (count(left) + count(right))
 
 
 def elements(node: fx.Node) -> Size:
@@ -171,10 +172,10 @@ def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.No
         Exit(n, layouts.over(n), n.target in PRODUCTS, n.meta.get("partitioner_tag") == BACKWARD)
         for n in ends
     )
-    wide = [e.node for e in exits if e.product and hinted(e.node.meta["val"].shape[-1]) > MOST_WIDTH]
-    wide = [n for n in wide if hinted(n.meta["val"].shape[-2]) > MOST_WIDTH]
+    wide = [e.node for e in exits if e.product and hinted(e.node.meta["val"].shape[-1]) > MOST_FEATURES]
+    wide = [n for n in wide if hinted(n.meta["val"].shape[-2]) > MOST_FEATURES]
     if wide:
-        raise Refused(f"{wide[0].name} has rows of more than {MOST_WIDTH} features")
+        raise Refused(f"{wide[0].name} has rows of more than {MOST_FEATURES} features")
     statistics = [e.node for e in exits if not e.product]
     bridges = _bridges(statistics, scores)
     return Region(tuple(products), frozenset(scores), exits, frozenset(bridges))

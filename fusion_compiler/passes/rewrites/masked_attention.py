@@ -16,6 +16,7 @@ from torch import fx
 
 from fusion_compiler.capture.graphs import arguments, emit
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ir.loops import MOST_FEATURES
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
@@ -23,7 +24,6 @@ from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
 RULE = "masked attention"
-MOST_WIDTH = 256  # of queries, keys and values in a nest: a tile holds all features of a row
 LEAST_GAIN = 2  # in a nest, scores have at least so many times the elements of queries and keys
 DEVICES = ("cuda",)  # on a CPU, PyTorch's call with a mask is the better one
 
@@ -47,8 +47,8 @@ def refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     if query.dim() != 4 or key.dim() != 4:
         return "it has no four dimensions"
     (rows, keys), width = (hinted(x.shape[2]) for x in (query, key)), hinted(key.shape[3])
-    if (widest := max(width, hinted(value.shape[3]))) > MOST_WIDTH:
-        return f"heads of {widest} are wider than {MOST_WIDTH}"
+    if (widest := max(width, hinted(value.shape[3]))) > MOST_FEATURES:
+        return f"heads of {widest} are wider than {MOST_FEATURES}"
     if rows * keys < LEAST_GAIN * (rows + keys) * width:
         return "its scores are few beside queries and keys"
     return ""
