@@ -39,7 +39,7 @@ from fusion_compiler.passes.rewrites.row_ranges import PLANS_FOR_RANGES
 from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS
 from fusion_compiler.passes.rewrites.sums_of_products import SUMS_OF_PRODUCTS
 from fusion_compiler.passes.rewrites.vocabulary import PADDED_FEATURES
-from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION, FUSED_MASKED_ATTENTION
+from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION
 
 PASSES: tuple[Pass, ...] = (
     PLANS_FOR_RANGES,  # first: later passes may ask for the range
@@ -81,6 +81,5 @@ def passes_at(level: Level, numerics: str = "float32", disabled: Collection[str]
     allowed = (each for each in PASSES if numerics != "eager" or each.rounds_as_eager)
     enabled = [each for each in allowed if each.name not in disabled]
     names = {"", *(each.name for each in enabled)}
-    if GENERAL_ATTENTION.name not in names:
-        enabled = [FUSED_MASKED_ATTENTION if each is FUSED_ATTENTION else each for each in enabled]
-    return tuple(each for each in enabled if each.level is level and each.needs in names)
+    chosen = (each if each.needs in names else each.otherwise for each in enabled if each.level is level)
+    return tuple(each for each in chosen if each is not None)

@@ -36,7 +36,8 @@ class Pass:
         follows from the rewrite.
     rounds_as_eager: False if results are rounded at other places than eager rounds them; numerics="eager"
         then leaves the pass out.
-    needs: the name of a pass that has to follow; if that one is left out, this one is as well.
+    needs: the name of a pass that has to follow, or "". If that one is left out, `otherwise` runs in place of
+        this one, or nothing does.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Pass:
     rounds_as_eager: bool = True
     level: Level = Level.ABOVE_AUTOGRAD
     needs: str = ""
+    otherwise: Pass | None = None
 
 
 class Refused(Exception):

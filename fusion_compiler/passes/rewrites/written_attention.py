@@ -11,7 +11,8 @@ after this one prove masks causal. The results stay eager's, also in rows that a
 
 Rows that are proved to show something (attention_mask.shows_every_row) need none of this. Other readers of
 scores or probabilities, arithmetic that attention does not have, and calls for which PyTorch has no fused
-kernel are refused, with the reason. Inside the call, scores and probabilities are float32.
+kernel are refused, with the reason. On a GPU, attention whose mask no flash kernel takes stays as it is
+written, for a nest (masked_attention.py). Inside the call, scores and probabilities are float32.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Mask:
 class _Call:
     """The call that an attention becomes, emitted at the place of the attention's result.
 
-    leaves_masks: it becomes none if its mask is one that a nest computes faster (`masked_attention.py`).
+    leaves_masks: an attention becomes no call if a nest computes its mask.
     """
 
     def __init__(self, attention: Attention, leaves_masks: bool) -> None:
@@ -107,10 +108,8 @@ class _Call:
         reason = no_kernel(query, value, mask.tensor, form.dropout)
         if reason and form.scores.capped is None:
             raise Refused(reason)
-        operands = (n.meta["val"] for n in (query, key, value))
-        if self.leaves_masks and mask.tensor is not None and not refusal(*operands):
-            if verdict(mask.tensor, mutated_nodes(self.graph.nodes))[0] is None:
-                raise Refused("a nest computes its mask")
+        if self.leaves_masks and mask.tensor is not None and self._has_nest(query, key, value, mask.tensor):
+            raise Refused("a nest computes its mask")
         if mask.even is not None:
             query = self._emit(_aten.masked_fill.Scalar, query, mask.even, 0.0)
         scale = form.scores.scale
@@ -126,6 +125,12 @@ class _Call:
         if shape_of(result) != shape_of(form.root) or ours.dtype != theirs.dtype:
             raise Refused(f"the call gives {ours.dtype} of {tuple(ours.shape)}")
         return result
+
+    def _has_nest(self, query: fx.Node, key: fx.Node, value: fx.Node, mask: fx.Node) -> bool:
+        """True if a nest computes attention with a mask that is not proved to be causal or all true."""
+        if refusal(*(n.meta["val"] for n in (query, key, value))):
+            return False
+        return verdict(mask, mutated_nodes(self.graph.nodes))[0] is None
 
     def _emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.attention.products[1], target, *args, **kwargs)
@@ -358,16 +363,17 @@ def no_kernel(query: fx.Node, value: fx.Node, mask: fx.Node | None, dropout: flo
     return ""
 
 
-FUSED_ATTENTION = Pass(
+_WITH_ANY_MASK = Pass(
     RULE,
-    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=True)),
+    Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=False)),
     does="Call scaled_dot_product_attention for attention that is written out.",
     when="a fused kernel takes its dtypes, sizes and mask",
     gains="the scores are never stored",
     rounds_as_eager=False,
 )
-# In the place of the other one where no nest computes masks.
-FUSED_MASKED_ATTENTION = replace(
-    FUSED_ATTENTION,
-    apply=Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=False)),
+FUSED_ATTENTION = replace(
+    _WITH_ANY_MASK,
+    apply=Replacements(RULE, (*SOFTMAXES, _aten.div.Tensor), partial(_look, leaves_masks=True)),
+    needs="general attention",
+    otherwise=_WITH_ANY_MASK,
 )
