@@ -38,7 +38,7 @@ from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
 from fusion_compiler.passes.nests.body import Nest, nests_of
-from fusion_compiler.passes.nests.copies import read_copy, sizes, stored_behind
+from fusion_compiler.passes.nests.copies import read_copy, sizes
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, PRODUCTS, Region, count, is_scores, regions
 from fusion_compiler.schedule.chains import Chain
 
@@ -126,7 +126,6 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
     tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
     tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
     first, inputs = nest.results[0], tuple(items.get(n, n) for n in nest.inputs)
-    copied = [path for e in nest.exits if (path := stored_behind(e.node))]
     with graph.inserting_before(first):
         call = graph.create_node("call_function", target, inputs, {}, target.name)
         call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
@@ -136,7 +135,7 @@ def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.
         item.meta = {**node.meta, **tag}
         items[node] = item
         node.replace_all_uses_with(item)
-    for path in copied:
+    for path in filter(None, nest.paths):
         for reader in [u for u in path[0].all_input_nodes[0].users if u is not path[0]]:
             read_copy(path, items[path[-1]], reader)
 
@@ -182,7 +181,8 @@ def _both(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _linear(node: Any) -> Iterable[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Yield products that a value is, times some factors, through views and casts; each of them once."""
+    """Yield the products that a value is, times some factors, through views and casts. Each product comes
+    once: a graph in which values are multiplied again and again has too many ways to it."""
     pending: list[tuple[Any, tuple[fx.Node, ...]]] = [(node, ())]
     seen = set[fx.Node]()
     while pending:

@@ -39,14 +39,21 @@ WORTH_COMPUTING = 4
 class Nest:
     """A part of a region that one kernel computes.
 
-    exits: its reductions. nodes: all that it computes, in the order of the graph. inputs: what it reads.
-    results: the exits that are read outside.
+    exits: its reductions. paths: by exit, what it computes of it before it stores it (`stored_behind`).
+    nodes: all that it computes, in the order of the graph. inputs: what it reads. results: what it stores of
+    the exits that are read outside.
     """
 
     exits: tuple[Exit, ...]
+    paths: tuple[tuple[fx.Node, ...], ...]
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
+
+    @property
+    def stored(self) -> tuple[fx.Node, ...]:
+        """Return what is stored of each exit, if it is read outside."""
+        return tuple((e.node, *path)[-1] for e, path in zip(self.exits, self.paths, strict=True))
 
     def graph(self) -> fx.GraphModule:
         """Return the nest as a graph of its own, from `inputs` to `results`: float32 instead of 16-bit floats
@@ -120,28 +127,21 @@ def nests_of(region: Region, order: Mapping[fx.Node, int]) -> tuple[Nest, ...]:
         groups.setdefault((end.backward, level, end.over), []).append(end)
     nests = [_nest(region, tuple(groups[key]), order) for key in sorted(groups, key=lambda k: k[:2])]
     outside = {n for nest in nests for n in nest.inputs}
-    return tuple(
-        replace(n, results=tuple(r for r in map(_stored, n.exits) if r in outside | {*n.results}))
-        for n in nests
-    )
+    return tuple(replace(n, results=tuple(r for r in n.stored if r in outside | {*n.results})) for n in nests)
 
 
 def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int]) -> Nest:
     ends = [e.node for e in exits]
     inside = _slice(region, ends, region.statistics - set(ends))
     inside -= region.statistics - set(ends)
-    inside |= {n for end in ends for n in stored_behind(end)}
+    paths = tuple(map(stored_behind, ends))
+    inside |= {node for path in paths for node in path}
     for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
         inside |= _computed(node)
     nodes = sorted(inside, key=order.__getitem__)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    results = tuple(n for n in map(_stored, exits) if any(u not in inside for u in n.users))
-    return Nest(exits, tuple(nodes), tuple(inputs), results)
-
-
-def _stored(end: Exit) -> fx.Node:
-    """Return what a nest stores of an exit: the copy that the graph makes of it, if there is one."""
-    return (end.node, *stored_behind(end.node))[-1]
+    nest = Nest(exits, paths, tuple(nodes), tuple(inputs), ())
+    return replace(nest, results=tuple(n for n in nest.stored if any(u not in inside for u in n.users)))
 
 
 def _slice(region: Region, ends: Sequence[fx.Node], stops: frozenset[fx.Node]) -> set[fx.Node]:

@@ -1,4 +1,4 @@
-"""Copies beside a nest, which needs none: it reads operands as they lie, and stores results as they are read.
+"""Copies beside a nest. It needs none: it reads operands as they lie, and stores results as they are read.
 
     clone(view(permute(view(qkv))))     before: heads stand before tokens for a batched product
     clone(permute(view(o)))             behind: tokens stand before heads again
@@ -24,9 +24,9 @@ _aten = torch.ops.aten
 
 
 def is_free_copy(node: fx.Node) -> bool:
-    """True of a copy in another order, if a nest reads its operand as well: that one's elements lie side by
-    side along one of the last two dimensions, which a tile has. Copies that repeat elements are another
-    matter: to a chain of products, repeated heads are an axis that keys do not have."""
+    """True of a copy in another order, if a nest reads the copy's operand as fast: its elements lie side by
+    side along one of the last two dimensions, which a tile has. False of a copy that repeats elements: to a
+    chain of products, repeated heads are an axis that keys do not have."""
     if node.target not in COPIES:
         return False
     strides = node.all_input_nodes[0].meta["val"].stride()
@@ -36,23 +36,28 @@ def is_free_copy(node: fx.Node) -> bool:
 
 def stored_behind(node: fx.Node) -> tuple[fx.Node, ...]:
     """Return what a nest computes of a result before it stores it: products with numbers and views, up to the
-    one copy that the graph makes of them, or up to the last number. Return () if there is nothing such, or if
-    others than element-wise operators read the result too."""
-    path, last, tag = list[fx.Node](), 0, node.meta.get("partitioner_tag")
-    current, is_shared, is_copied = node, False, False
-    while not is_copied and sizes(node.graph, current.meta["val"].shape) is not None:
-        on_way = [u for u in current.users if rearrangement(u) is not None or _is_scaled(u)]
-        others = [u for u in current.users if u not in on_way]
-        is_shared |= bool(others)
-        if len(on_way) != 1 or on_way[0].meta.get("partitioner_tag") != tag:
+    one copy that the graph makes of them, or up to the last number. Return () if there is nothing such.
+
+    Element-wise operators may read the result too, if nothing on the way to the copy changes its numbers.
+    """
+    others = [u for u in node.users if rearrangement(u) is None and not _is_scaled(u)]
+    if not all(is_pointwise(u) and not is_view_node(u) for u in others):
+        return ()
+    path, last, current = list[fx.Node](), 0, node
+    while sizes(node.graph, current.meta["val"].shape) is not None:
+        after = [u for u in current.users if u not in others]
+        if len(after) != 1 or after[0].meta.get("partitioner_tag") != node.meta.get("partitioner_tag"):
             break
-        if others and (path or not all(is_pointwise(u) and not is_view_node(u) for u in others)):
+        (current,) = after
+        is_scaled = _is_scaled(current)
+        if (is_scaled and others) or (not is_scaled and rearrangement(current) is None):
             break
-        if is_shared and _is_scaled(on_way[0]):
-            break
-        path.append(current := on_way[0])
+        path.append(current)
         is_copied = current.target in COPIES - {_aten.alias.default}
-        last = len(path) if is_copied or _is_scaled(current) else last
+        if is_scaled or is_copied:
+            last = len(path)
+        if is_copied:
+            break
     return tuple(path[:last])
 
 
@@ -63,8 +68,8 @@ def _is_scaled(node: fx.Node) -> bool:
 
 
 def read_copy(path: Sequence[fx.Node], copy: fx.Node, reader: fx.Node) -> None:
-    """Let a reader of a result read the copy at the end of a path, in place. If it converts the result to
-    another dtype, that comes first: what is saved for a backward pass is then the copy, which is smaller."""
+    """Let a reader of a result read the copy at the end of a path, in place. If the reader converts the
+    result to another dtype, the copy is converted first: a backward pass then saves the smaller copy."""
     tag = {k: v for k, v in reader.meta.items() if k == "partitioner_tag"}
     result = path[0].all_input_nodes[0]
 
