@@ -189,15 +189,17 @@ class CarryingEmitter(ChainEmitter):
         """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
         seen = read_range(self, loop, read)
-        size = self.where.axes[loop.axis].size
-        if seen is None or not isinstance(size, int):
+        if seen is None:
             return spans
         first, end = seen
-        spans = spans or [Span(lift(0), lift(size), False)]
-        starts = [first if span.start == lift(0) else tl.maximum(span.start, first) for span in spans]
+        whole = Span(lift(0), lift(self.where.axes[loop.axis].size), False)
         return [
-            Span(start, tl.minimum(span.end, end), span.is_full)
-            for start, span in zip(starts, spans, strict=True)
+            Span(
+                first if span.start == whole.start else tl.maximum(span.start, first),
+                tl.minimum(span.end, end),
+                span.is_full,
+            )
+            for span in spans or [whole]
         ]
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:

@@ -11,10 +11,10 @@ first element that some row of the program may see, and ends behind the last one
 from __future__ import annotations
 
 import operator
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.tile import Assign
@@ -162,29 +162,29 @@ def _extreme(e: Emitter, loop: Leaf, bound: Bound, sign: int) -> tuple[Parts, in
 
 @dataclass(frozen=True)
 class Test:
-    """A test of an element of a loop: false if no row of a program sees it.
+    """A test of a loop's element. It fails if no row of the program sees the element.
 
-    column: a node that depends on the element; the test itself if there is no comparison. compare: how it
-    compares with `row`, a node that depends on a row: with the smallest and the largest of the program.
+    column: a node that varies with the element. compare, row: the test compares it so with a node that varies
+    with the row, of which it takes the smallest and the largest number. Without them `column` is a condition,
+    and the test is whether it is `value`.
     """
 
     column: int
-    holds: bool
-    compare: object = None
+    value: bool = True
+    compare: Callable[[Any, Any], Any] | None = None
     row: int = 0
 
     def expression(self, e: Emitter, least: Expression | None, most: Expression | None) -> Expression:
-        value = e.tile(self.column).value
-        if least is None or most is None:
-            return value if self.holds else value.eq(lift(False))
+        """Return the condition for the elements that are emitted. least, most: of `row`."""
+        column = e.tile(self.column).value
+        if self.compare is None or least is None or most is None:
+            return column if self.value else column.eq(lift(False))
         if self.compare is operator.eq:
-            return (value >= least) & (value <= most)
-        if self.compare in (operator.lt, operator.le):  # of the column and a row
-            return value < most if self.compare is operator.lt else value <= most
-        return value > least if self.compare is operator.gt else value >= least
+            return (column >= least) & (column <= most)
+        return self.compare(column, most if self.compare in (operator.lt, operator.le) else least)
 
 
-_MIRRORED: Mapping[object, object] = {
+_MIRRORED: Mapping[object, Callable[[Any, Any], Any]] = {  # by a comparison, that with its operands exchanged
     operator.eq: operator.eq,
     operator.lt: operator.gt,
     operator.le: operator.ge,
@@ -196,9 +196,11 @@ _MIRRORED: Mapping[object, object] = {
 def read_range(
     e: Emitter, loop: Leaf, conditions: Mapping[int, bool]
 ) -> tuple[Expression, Expression] | None:
-    """Emit the reading of masks before a loop. Return the block with the first element that some row may see,
-    and the element behind the last one; None if no condition says that. conditions: the values that they have
-    wherever an element is seen."""
+    """Emit the reading of masks before a loop. Return where the block begins with the first element that some
+    row may see, and the place behind the last such element; None if no condition tells that.
+
+    conditions: by the node of a condition, the value that it has wherever a row sees an element.
+    """
     size, leaves = e.where.axes[loop.axis].size, e.where.leaves[loop.axis]
     lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
     if not isinstance(size, int) or len(leaves) != 2 or len(lanes) != 1 or loop.name not in e.where.steps:
@@ -231,15 +233,15 @@ def _test_of(e: Emitter, lane: Leaf, number: int, value: bool) -> Test | None:
     if not isinstance(node, Compute) or node.spec.compare is None:
         return None
     compare = node.spec.compare if value else OPPOSITES.get(node.spec.compare)
+    mirrored = _MIRRORED.get(compare)
     sides = [side.node for _, side in node.operands[:2] if isinstance(side, Value)]
-    if len(sides) != 2 or compare not in _MIRRORED:
+    if len(sides) != 2 or mirrored is None:
         return None
     if any(e.loops.nodes[side].dtype.is_floating_point for side in sides):  # NaN is not between two numbers
         return None
-    if e.depends[sides[0]] & lanes == frozenset({lane}):
-        column, row = sides
-    else:
-        (row, column), compare = sides, _MIRRORED[compare]
+    (row, column), compare = sides, mirrored
+    if e.depends[row] & lanes == frozenset({lane}):
+        (column, row), compare = sides, _MIRRORED[mirrored]
     is_apart = e.depends[column] & lanes == frozenset({lane}) and len(e.depends[row] & lanes - {lane}) == 1
     return Test(column, True, compare, row) if is_apart and lane not in e.depends[row] else None
 
