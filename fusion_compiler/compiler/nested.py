@@ -35,10 +35,9 @@ def with_chunks(
     alike: dict[object, Chunked] = {}
     for node in loops:
         loop: Chunked = node.target
-        form = None if loop.unit else tuple(form_of(body) for body in loop.bodies.values())
-        if form is not None and (other := alike.get(form)) is not None:
-            times = {"peak": other.peak, "host_us": other.host_us, "gpu_us": other.gpu_us}
-            nodes[node].target = replace(loop, runs=other.runs, **times)
+        form = loop.name if loop.unit else tuple(map(form_of, loop.bodies.values()))
+        if (other := alike.get(form)) is not None:
+            nodes[node].target = replace(other, name=loop.name, saved=loop.saved)
             continue
         names = {rows: f"{loop.name}.{rows}_{loop.unit}" if loop.unit else loop.name for rows in loop.bodies}
         infos = {rows: inner_info(name, info, one_nest=not loop.unit) for rows, name in names.items()}

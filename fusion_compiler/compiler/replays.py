@@ -93,11 +93,10 @@ class Replays:
         at = at or setting.hints
         time = step_time(plan, setting.device, setting.hints, at)
         arguments = [n for n in plan.dag.inputs if plan.dag.op(n).target == "placeholder"]
-        copied = [n for i, n in enumerate(arguments) if i not in info.static_inputs]
-        if info.phase is Phase.INFERENCE:  # in training results are lent
-            copied += dict.fromkeys(plan.dag.outputs)
-        if info.phase is Phase.BACKWARD:  # most of its arguments are what its forward pass has saved
-            copied = []
+        moving = [n for i, n in enumerate(arguments) if i not in info.static_inputs]
+        # A backward pass reads what its forward pass has saved. In training results are lent.
+        copied = [] if info.phase is Phase.BACKWARD else moving
+        copied += dict.fromkeys(plan.dag.outputs) if info.phase is Phase.INFERENCE else ()
         copied_bytes = nbytes((meta for name in copied for meta in plan.dag.op(name).outputs), at)
         if at != setting.hints:
             allocated = ordered(plan, info.owned, at, info.donated).allocated

@@ -213,9 +213,9 @@ class Recordings:
     ) -> tuple[Boxed, Decision]:
         """Return `run`, called in CUDA graphs or as it is, and what was decided.
 
-        run: takes its arguments as one list. terms: of a graph that is recorded unasked, with the
-        copies. tuning: of inference, before it is first recorded. note: called with another
-        decision where calls change it or show what is kept. The outcome is FORCED if the user asked for the
+        run: takes its arguments as one list. terms: of a graph that is recorded unasked. tuning: of
+        inference, before it is first recorded. note: called with another decision where calls change it or
+        show what is kept. The outcome is FORCED if the user asked for the
         recording, whose results the next call overwrites.
         """
         graph = info.name.partition(".")[0]

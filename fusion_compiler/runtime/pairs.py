@@ -63,7 +63,7 @@ class Terms:
 
     @property
     def recorded_us(self) -> float:
-        """Return the time of a replay, with the copies."""
+        """Return the time of a replay, with the copies of arguments and results."""
         return max(self.gpu_us + self.copy_us, self.replay_us)
 
     @property

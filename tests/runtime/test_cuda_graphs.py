@@ -18,12 +18,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import fusion_compiler as fc
-from fusion_compiler.errors import FusionWarning
+from fusion_compiler.capture.module import Plans
+from fusion_compiler.compiler.replays import Replays
+from fusion_compiler.errors import FusionWarning, WarnOnce
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ir.dag import size_hints
 from fusion_compiler.ir.device import device_spec
 from fusion_compiler.ir.graph_info import GraphInfo, Phase
 from fusion_compiler.ops.table import Kind
+from fusion_compiler.options import Options
 from fusion_compiler.passes.fuse.step_time import step_time
 from fusion_compiler.runtime import cuda_graphs
 from fusion_compiler.runtime.binding import SHARED_BYTES, ZeroedScratch, unkept_scratch
@@ -241,6 +244,18 @@ PAYS = Terms(host_us=900.0, gpu_us=300.0, peak=1 << 20, copy_us=5.0, replay_us=1
 def test_what_is_recorded_unasked(terms: Terms, reason: str | None) -> None:
     why = terms.refusal
     assert why is None if reason is None else why is not None and reason in why
+
+
+@pytest.mark.parametrize(
+    ("phase", "moved"), [(Phase.INFERENCE, 2 << 20), (Phase.FORWARD, 1 << 20), (Phase.BACKWARD, 0)]
+)
+def test_copies_of_arguments_and_results_count(phase: Phase, moved: int) -> None:
+    """A parameter lies where it is, and a backward pass takes over what was saved."""
+    tensors = torch.empty(1 << 20, dtype=torch.uint8), torch.empty(1 << 20, dtype=torch.uint8)
+    (plan,) = fc.explain(lambda x, w: x + w, *tensors).plans
+    replays = Replays(Options.of(), Plans(), WarnOnce())
+    terms = replays._terms(plan, GraphInfo("graph0", phase, (1,), 1), 0)
+    assert terms.copy_us == pytest.approx(2e6 * moved / device_spec("h200").copy_bandwidth)
 
 
 def test_a_forward_and_its_backward_are_judged_together() -> None:
