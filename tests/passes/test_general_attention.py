@@ -313,7 +313,7 @@ SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 def causal_and_shown(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
-    i = torch.arange(q.shape[2])
+    i = torch.arange(q.shape[2], device=q.device)
     return SDPA(q, k, v, (i[None, :] <= i[:, None]) & shown[:, None, None, :])
 
 
@@ -322,7 +322,7 @@ def with_documents(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i = torch.arange(q.shape[2])
+    i = torch.arange(q.shape[2], device=q.device)
     return SDPA(q, k, v, (i[None, :] <= i[:, None]) & (i[None, :] > i[:, None] - 9), scale=0.3)
 
 
