@@ -29,9 +29,12 @@ from fusion_compiler.machines.stage import CompiledStage
 
 
 class EagerSchedule1F1B(schedules.Schedule1F1B):
+    """1F1B in which a stage begins with twice as many forward passes as stages are behind it, and
+    one more."""
+
     def __init__(self, stage: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(stage, *args, **kwargs)
-        # a stage begins with so many forward passes, less its number
+        # PyTorch subtracts a stage's number from this one, and begins with as many forward passes.
         self._num_stages: int = 2 * stage.num_stages - 1 - stage.stage_index
 
 
