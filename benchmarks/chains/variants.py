@@ -220,6 +220,26 @@ def padded(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
     return torch.matmul(_weights(_capped(_products(q, k)) + mask, q), v)
 
 
+# -- calls with a mask ----------------------------------------------------------------------------------
+
+SDPA = F.scaled_dot_product_attention
+
+
+def called_with_padding(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    return SDPA(q, k, v, shown[:, None, None, :])
+
+
+def called_with_a_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+    return SDPA(q, k, v, (j <= i[:, None]) & (j > i[:, None] - WINDOW))
+
+
+def called_with_documents(q: Tensor, k: Tensor, v: Tensor, document: Tensor) -> Tensor:
+    i, j = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return SDPA(q, k, v, (j <= i[:, None]) & same)
+
+
 # -- FlexAttention --------------------------------------------------------------------------------------
 
 
@@ -255,6 +275,10 @@ def _shown(shown: Tensor) -> tuple[Any, Any]:
     return _cap_mod, lambda b, h, i, j: shown[b, j]
 
 
+def _uncapped(mods: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    return lambda *more: (None, mods(*more)[1])
+
+
 VARIANTS = (
     Variant("soft cap, causal", soft_capped, flex=_capped_causal),
     Variant("soft cap, window (Gemma 2)", gemma2, flex=lambda: (_cap_mod, _window_mod)),
@@ -272,4 +296,7 @@ VARIANTS = (
         "soft cap, wide keys (MLA)", soft_capped, flex=_capped_causal,
         sizes=(("width", 192), ("values", 128)),
     ),
+    Variant("call, padding", called_with_padding, padding, _uncapped(_shown)),
+    Variant("call, window", called_with_a_window, flex=lambda: (None, _window_mod)),
+    Variant("call, documents", called_with_documents, documents, _uncapped(_within)),
 )  # fmt: skip

@@ -192,14 +192,14 @@ class CarryingEmitter(ChainEmitter):
         if seen is None:
             return spans
         first, end = seen
-        whole = Span(lift(0), lift(self.where.axes[loop.axis].size), False)
+        parts = spans or [Span(lift(0), lift(self.where.axes[loop.axis].size), False)]
         return [
             Span(
-                first if span.start == whole.start else tl.maximum(span.start, first),
+                first if span.start == lift(0) else tl.maximum(span.start, first),
                 tl.minimum(span.end, end),
                 span.is_full,
             )
-            for span in spans or [whole]
+            for span in parts
         ]
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:

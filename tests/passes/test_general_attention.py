@@ -57,7 +57,7 @@ def run(code: Run, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -
     result = code(*copies)
     trained = [x for x in copies if x.requires_grad]
     torch.manual_seed(5)
-    weights = torch.randn(result.shape, dtype=torch.float64).to(result.dtype)
+    weights = torch.randn(result.shape, dtype=torch.float64).to(result)
     return [result, *torch.autograd.grad((result * weights).sum(), trained)]
 
 
@@ -371,7 +371,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
     return (q @ k.mT * 0.25).masked_fill(i[None, :] > i[:, None], -math.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("code", [padded, causal])
+def window_added(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+    i = torch.arange(q.shape[2], device=q.device)
+    hidden = (i[None, :] > i[:, None]) | (i[None, :] < i[:, None] - 9)
+    mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(hidden, torch.finfo(q.dtype).min)
+    return (q @ k.mT * 0.25 + mask).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("code", [padded, causal, window_added])
 @pytest.mark.parametrize("disable", [(), (RULE,), ("masked attention", RULE)])
 def test_written_attention_is_a_call_where_a_flash_kernel_takes_it_or_no_nest_does(
     code: Run, disable: tuple[str, ...]

@@ -70,8 +70,9 @@ def shows_every_row(mask: fx.Node, written: set[fx.Node]) -> bool:
     try:
         coordinates, formula = predicate_of(mask)
     except UnprovedError:
-        value = _constant(built_from)
-        return isinstance(value, dict) and bool(value[mask].any(-1).all())
+        with unset_fake_temporarily():
+            value = _constant(built_from)
+            return isinstance(value, dict) and bool(value[mask].any(-1).all())
     sizes = {c: expression(s) for c, s in zip(coordinates, mask.meta["val"].shape, strict=True)}
     *others, last = coordinates
     square = bool(others) and sizes[others[-1]] == sizes[last]
@@ -103,7 +104,8 @@ def verdict(mask: fx.Node, written: set[fx.Node]) -> tuple[Mask | None, str]:
     except UnprovedError as unproved:
         if any(isinstance(s, torch.SymInt) for n in built_from if _is_tensor(n) for s in n.meta["val"].shape):
             return None, f"not proved for all sizes: {unproved}"
-    return _by_value(mask, built_from)
+    with unset_fake_temporarily():  # a rewrite that is being made calls this in the mode of its graph
+        return _by_value(mask, built_from)
 
 
 def _data(built_from: set[fx.Node]) -> list[fx.Node]:
@@ -165,7 +167,7 @@ def _evaluate(nodes: list[fx.Node]) -> dict[fx.Node, Any]:
             return values[argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    with torch.no_grad(), unset_fake_temporarily():
+    with torch.no_grad():
         for node in nodes:
             if (stored := literal(node)) is not None:
                 values[node] = stored.cpu()
