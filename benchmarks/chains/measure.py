@@ -5,6 +5,7 @@ nests beside torch.compile and, where it can say the variant, FlexAttention. GPU
 beyond its inputs, and the largest error beside eager in float32, as a part of the largest value. `--within`
 says after how many seconds no row is begun; a row takes half a minute. All contenders compute the same
 function: where a model puts tokens before heads behind its attention, FlexAttention's result is copied so.
+None records CUDA graphs, which copy a call's inputs: a model's step copies them once, and not for each layer.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def compiled_by(
         return None if variant.flex is None else flexible(variant, more)
     if name == "compile":
         return inductor(variant.code)
-    return fc.compile(variant.code, backend=backend)
+    return fc.compile(variant.code, backend=backend, cudagraphs=False)
 
 
 def fill_row(row: dict[str, Any], variant: Variant, shape: Shape, options: argparse.Namespace) -> None:

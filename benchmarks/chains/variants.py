@@ -72,7 +72,7 @@ def _causal(scores: Tensor) -> Tensor:
     return scores.masked_fill(j > i, -math.inf)
 
 
-def _added(shown: Tensor, dtype: torch.dtype) -> Tensor:
+def added(shown: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask that is added to scores."""
     narrow = dtype if dtype.itemsize < 8 else torch.float32
     return torch.where(shown, 0.0, torch.finfo(narrow).min).to(dtype)
@@ -98,7 +98,7 @@ def gemma2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute soft-capped scores of a window, with a mask of the dtype's lowest number that is added."""
     scores = _capped(_products(q, k))
     i, j = _positions(scores)
-    mask = _added((j <= i) & (j > i - WINDOW), q.dtype)
+    mask = added((j <= i) & (j > i - WINDOW), q.dtype)
     return torch.matmul(_weights(scores + mask[None, None], q), v).transpose(1, 2).contiguous()
 
 
@@ -115,7 +115,7 @@ def bloom(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
     queries, keys, values = q.reshape(b * h, n, d), k.reshape(b * h, n, d), v.reshape(b * h, n, -1)
     scores = alibi.baddbmm(queries, keys.transpose(-1, -2), beta=1.0, alpha=d**-0.5).view(b, h, n, n)
     i, j = _positions(scores)
-    scores = scores + _added(j <= i, q.dtype)
+    scores = scores + added(j <= i, q.dtype)
     weights = _weights(scores, q).view(b * h, n, n)
     return torch.bmm(weights, values).view(b, h, n, -1).transpose(1, 2).reshape(b, n, -1)
 
@@ -216,7 +216,7 @@ def padding(shape: Shape) -> Sequence[Tensor]:
 
 def padded(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
     """Compute soft-capped scores with padding at the right, of which a mask is added."""
-    mask = _added(shown[:, None, None, :], q.dtype)
+    mask = added(shown[:, None, None, :], q.dtype)
     return torch.matmul(_weights(_capped(_products(q, k)) + mask, q), v)
 
 

@@ -30,7 +30,7 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, read_range, spans_of
+from fusion_compiler.codegen.live_loops import Span, read_end, read_range, spans_of
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -48,7 +48,7 @@ from fusion_compiler.ir.loops import (
     source_of,
     with_readers,
 )
-from fusion_compiler.ops.arithmetic import ADD, AND, CAST, DIV, EXP, MUL, SUB
+from fusion_compiler.ops.arithmetic import ADD, AND, CAST, DIV, EXP, EXP2, MUL, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
 from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
@@ -98,7 +98,7 @@ class CarryingEmitter(ChainEmitter):
         readers = [(node, o) for node in self.loops.nodes for o in operands_of(node)]
         others = {o for node, o in readers if not _takes_any_integer(node)}
         self.narrow = frozenset() if self.wide else {o for _, o in readers} - others
-        self.scores = _scores(self.loops, readers)
+        self.scores = _scores(self.loops)
         self.span: tuple[Leaf, Span] | None = None
         self.holding: Mapping[int, bool] = {}
         self.plain_maxima = plain_peaks(self.loops, carried)
@@ -188,19 +188,21 @@ class CarryingEmitter(ChainEmitter):
     def read_spans(self, loop: Leaf, spans: list[Span], bounds: Bounds) -> list[Span]:
         """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
-        seen = read_range(self, loop, read)
-        if seen is None:
-            return spans
-        first, end = seen
+        last, seen = read_end(self, loop, read), read_range(self, loop, read)
         parts = spans or [Span(lift(0), lift(self.where.axes[loop.axis].size), False)]
-        return [
-            Span(
-                first if span.start == lift(0) else tl.maximum(span.start, first),
-                tl.minimum(span.end, end),
-                span.is_full,
-            )
-            for span in parts
-        ]
+        if seen is not None:
+            first, end = seen
+            parts = [
+                replace(
+                    part,
+                    start=first if part.start == lift(0) else tl.maximum(part.start, first),
+                    end=tl.minimum(part.end, end),
+                )
+                for part in parts
+            ]
+        if last is not None:
+            parts = [replace(p, end=tl.minimum(p.end, last)) for p in parts]
+        return spans if seen is None and last is None else parts
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
         """Return the conditions that hold for every term that changes any of some reductions."""
@@ -403,15 +405,23 @@ def _takes_any_integer(node: Node) -> bool:
     return isinstance(node, Compute) and node.spec.compare is not None
 
 
-def _scores(loops: LoopNest, readers: Iterable[tuple[Node, int]]) -> frozenset[int]:
-    """Return the nodes that only maxima, minima, and exponentials of a difference read."""
-    read = {o for _, o in readers}
-    exponents = read - {o for node, o in readers if not is_applied(node, EXP)}
-    differences = [loops.nodes[n] for n in exponents if is_applied(loops.nodes[n], SUB)]
-    others = {
-        o
-        for node, o in readers
-        if not (node in differences and operands_of(node)[0] == o)
-        and not (isinstance(node, Reduce) and node.combine in PEAKS)
-    }
-    return frozenset(read - others)
+def _scores(loops: LoopNest) -> frozenset[int]:
+    """Return the nodes that only maxima, minima and exponentials read, perhaps behind differences and
+    products with numbers."""
+    readers, scores = dict[int, list[int]](), set[int]()
+    for reader, node in enumerate(loops.nodes):
+        for operand in operands_of(node):
+            readers.setdefault(operand, []).append(reader)
+
+    def hides_sign(reader: int, operand: int) -> bool:
+        node = loops.nodes[reader]
+        if isinstance(node, Reduce):
+            return node.combine in PEAKS
+        is_product = is_applied(node, MUL) and operands_of(node) == (operand,)
+        is_linear = is_product or (is_applied(node, SUB) and operands_of(node)[0] == operand)
+        return is_applied(node, EXP) or is_applied(node, EXP2) or (is_linear and reader in scores)
+
+    for operand in sorted(readers, reverse=True):
+        if all(hides_sign(reader, operand) for reader in readers[operand]):
+            scores.add(operand)
+    return frozenset(scores)

@@ -10,6 +10,7 @@ first element that some row of the program may see, and ends behind the last one
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -223,10 +224,32 @@ def read_range(
     return e.let(f"start_{name}", first // loop.step * loop.step), end
 
 
+def read_end(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Expression | None:
+    """Emit the reading of masks that are the same for all elements of a loop. Return where the loop ends,
+    which is 0 if no row of the program sees anything; None if there are no such masks.
+
+    conditions: as for `read_range`.
+    """
+    size, ends = e.where.axes[loop.axis].size, list[Expression]()
+    of_loop = frozenset(e.where.leaves[loop.axis])
+    for number, value in conditions.items():
+        lanes = e.depends[number] & frozenset(e.all_lanes)
+        if len(lanes) == 1 and of_loop.isdisjoint(e.depends[number]) and not _waits(e, number):
+            with e.dimensions(tuple(lanes)):
+                shown = Test(number, value).expression(e, None, None)
+                ends.append(e.let("end_of_rows", tl.max(tl.where(shown, size, 0))))
+    return functools.reduce(tl.minimum, ends) if ends else None
+
+
+def _waits(e: Emitter, number: int) -> bool:
+    """True of a node for which a reduction is needed."""
+    return any(isinstance(e.loops.nodes[n], Reduce) for n in with_operands(e.loops, (number,)))
+
+
 def _test_of(e: Emitter, lane: Leaf, number: int, value: bool) -> Test | None:
     """Return the test of a loop's elements that a condition makes, or None if it makes none."""
     node, lanes = e.loops.nodes[number], frozenset(e.all_lanes)
-    if any(isinstance(e.loops.nodes[n], Reduce) for n in with_operands(e.loops, (number,))):
+    if _waits(e, number):
         return None
     if e.depends[number] & lanes == frozenset({lane}):
         return Test(number, value)

@@ -12,7 +12,8 @@ aten = torch.ops.aten
 
 ADD, SUB, MUL, DIV = aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor
 FLOOR_DIVIDE, REMAINDER = aten.floor_divide.default, aten.remainder.Tensor
-ABS, EXP, ERF, ERFC = aten.abs.default, aten.exp.default, aten.erf.default, aten.erfc.default
+ABS, EXP, EXP2 = aten.abs.default, aten.exp.default, aten.exp2.default
+ERF, ERFC = aten.erf.default, aten.erfc.default
 POW = aten.pow.Tensor_Scalar
 MAXIMUM, MINIMUM, AT_LEAST = aten.maximum.default, aten.minimum.default, aten.clamp_min.default
 EQ, LT, GE = aten.eq.Tensor, aten.lt.Tensor, aten.ge.Tensor

@@ -394,7 +394,7 @@ _FUNCTIONS = (
     *_elementwise(
         libdevice.exp, aten.exp.default, flops=4, special=1, fp16=fm.fp16_exp
     ),
-    *_elementwise(libdevice.exp2, aten.exp2.default, special=1),
+    *_elementwise(libdevice.exp2, aten.exp2.default, special=1, fp16=tl.exp2),
     *_elementwise(
         libdevice.expm1, aten.expm1.default, flops=12, special=1, fp16=fm.fp16_expm1
     ),

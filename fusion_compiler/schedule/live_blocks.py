@@ -33,7 +33,7 @@ from fusion_compiler.ir.loops import (
     rounding_of,
     with_operands,
 )
-from fusion_compiler.ops.arithmetic import ADD, AND, BITS_NOT, CAST, DIV, EXP, MUL, OR, SUB, WHERE
+from fusion_compiler.ops.arithmetic import ADD, AND, BITS_NOT, CAST, DIV, EXP, EXP2, MUL, OR, SUB, WHERE
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class _Reading:
         if is_applied(node, CAST):  # to the nearest number of another dtype
             return self.bounds(operands_of(node)[0], neutral)
         if neutral == 0:
-            if is_applied(node, EXP):
+            if is_applied(node, EXP) or is_applied(node, EXP2):
                 return self.bounds(operands_of(node)[0], -math.inf)
             if is_applied(node, MUL):
                 return self.of_any(operands_of(node), neutral)
@@ -119,7 +119,8 @@ class _Reading:
             first = operand_of(node, "self")
             if is_applied(node, ADD):
                 return self.of_any(operands_of(node), neutral)
-            if is_applied(node, SUB) and first is not None:
+            is_scaled = is_applied(node, MUL) and (number_of(self.nodes, node, "other") or 0) > 0
+            if (is_scaled or is_applied(node, SUB)) and first is not None:
                 return self.bounds(first, neutral)
         if neutral != 0:
             self.unread.append(number)

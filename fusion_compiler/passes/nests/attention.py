@@ -19,11 +19,13 @@ p * (do @ v^T) no longer cancel exactly with their sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fusion_compiler.capture.graphs import arguments, emit, form_of
 from fusion_compiler.ir.chunks import Chunked, Whole
@@ -37,6 +39,7 @@ from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
+from fusion_compiler.passes.nests.arithmetic import is_positive, rows_of, simplify, split
 from fusion_compiler.passes.nests.body import Nest, nests_of
 from fusion_compiler.passes.nests.copies import read_copy, sizes
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, PRODUCTS, Region, count, is_scores, regions
@@ -78,18 +81,16 @@ def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
     nests = nests_of(region, order)
     for nest in nests:
         _check_order(nest, order)
-    calls = [(nest, nest.graph()) for nest in nests]
-    for nest, body in calls:
+    calls = [_Call.of(nest, region) for nest in nests]
+    for nest, body in ((call.nest, call.body) for call in calls):
         if (form := form_of(body)) not in checked:
             _check_chain(nest, body)
             checked.add(form)
     saved = max(_bytes(n) for n in region.scores)
-    items: dict[fx.Node, fx.Node] = {}
-    for number, (nest, body) in enumerate(calls):
+    items, emitted = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
+    for number, call in enumerate(calls):
         name = f"nest_{region.products[0].name}" + (f"_{number}" if number else "")
-        results = tuple(map(Whole, range(len(nest.results))))
-        target = Chunked(name, 1, 1, (None,) * len(nest.inputs), results, {1: body}, saved, unit="")
-        _call(graph, nest, target, items)
+        call.emit(graph, name, saved, items, emitted)
     sort(graph)
     graph.eliminate_dead_code()
     backward = sum(nest.exits[0].backward for nest in nests)
@@ -121,23 +122,84 @@ def _check_order(nest: Nest, order: dict[fx.Node, int]) -> None:
         raise Refused(f"{min(after).name} feeds an input of the same nest")
 
 
-def _call(graph: fx.Graph, nest: Nest, target: Chunked, items: dict[fx.Node, fx.Node]) -> None:
-    """Emit the call of a nest, and put its results in the place of the exits. items: the result for each."""
-    tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
-    tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
-    first, inputs = nest.results[0], tuple(items.get(n, n) for n in nest.inputs)
-    with graph.inserting_before(first):
-        call = graph.create_node("call_function", target, inputs, {}, target.name)
-        call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
-    for position, node in enumerate(nest.results):
-        with graph.inserting_before(node):
-            item = graph.call_function(operator.getitem, (call, position))
-        item.meta = {**node.meta, **tag}
-        items[node] = item
-        node.replace_all_uses_with(item)
-    for path in filter(None, nest.paths):
-        for reader in [u for u in path[0].all_input_nodes[0].users if u is not path[0]]:
-            read_copy(path, items[path[-1]], reader)
+@dataclass(frozen=True)
+class _Call:
+    """A call of a nest.
+
+    before: a graph of the nest's inputs, whose results are values of rows. body: what the nest computes.
+    inputs: of `body`, of the region's graph; None stands for a result of `before`, and these are the last.
+    """
+
+    nest: Nest
+    before: fx.Graph
+    body: fx.GraphModule
+    inputs: tuple[fx.Node | None, ...]
+
+    @classmethod
+    def of(cls, nest: Nest, region: Region) -> _Call:
+        body, before = nest.graph(), fx.Graph()
+        graph = body.graph
+        inputs = dict(zip(graph.find_nodes(op="placeholder"), nest.inputs, strict=True))
+        if any(getattr(n.meta["val"], "dtype", None) in HALVES for n in nest.inputs):
+            statistics = {mine for mine, node in inputs.items() if node in region.statistics}
+            simplify(graph, statistics, {mine for mine, node in inputs.items() if is_positive(node)})
+            before = split(graph, rows_of(graph, statistics))
+            body.recompile()
+        return cls(nest, before, body, tuple(map(inputs.get, graph.find_nodes(op="placeholder"))))
+
+    def emit(
+        self,
+        graph: fx.Graph,
+        name: str,
+        saved: int,
+        items: dict[fx.Node, fx.Node],
+        emitted: dict[str, fx.Node],
+    ) -> None:
+        """Emit the call, and put its results in the place of the exits.
+
+        saved: bytes of scores. items: by exit of the region, the result that stands in its place; receives
+        those of this nest. emitted: what is computed before the nests of the region, by its text.
+        """
+        nest, first = self.nest, self.nest.results[0]
+        tag = {"partitioner_tag": BACKWARD if nest.exits[0].backward else FORWARD}
+        tag = tag if any("partitioner_tag" in e.node.meta for e in nest.exits) else {}
+        with graph.inserting_before(first):
+            rows = iter(self._rows(graph, tag, items, emitted))
+            inputs = tuple(next(rows) if n is None else items.get(n, n) for n in self.inputs)
+            results = tuple(map(Whole, range(len(nest.results))))
+            target = Chunked(name, 1, 1, (None,) * len(inputs), results, {1: self.body}, saved, unit="")
+            call = graph.create_node("call_function", target, inputs, {}, name)
+            call.meta = {**first.meta, **tag, "val": tuple(n.meta["val"] for n in nest.results)}
+        for position, node in enumerate(nest.results):
+            with graph.inserting_before(node):
+                item = graph.call_function(operator.getitem, (call, position))
+            item.meta = {**node.meta, **tag}
+            items[node] = item
+            node.replace_all_uses_with(item)
+        for path in filter(None, nest.paths):
+            for reader in [u for u in path[0].all_input_nodes[0].users if u is not path[0]]:
+                read_copy(path, items[path[-1]], reader)
+
+    def _rows(
+        self,
+        graph: fx.Graph,
+        tag: Mapping[str, str],
+        items: Mapping[fx.Node, fx.Node],
+        emitted: dict[str, fx.Node],
+    ) -> tuple[fx.Node, ...]:
+        """Emit what is computed before the nest and not yet emitted, and return its results."""
+        values = dict(zip(self.before.find_nodes(op="placeholder"), self.nest.inputs, strict=False))
+        copies = {mine: items.get(node, node) for mine, node in values.items()}
+        for node in self.before.nodes:
+            if node.op == "call_function":
+                operands = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+                text = f"{node.target}{operands}"
+                if text not in emitted:
+                    emitted[text] = graph.node_copy(node, copies.__getitem__)
+                    emitted[text].meta.update(tag)
+                copies[node] = emitted[text]
+        results = next((n.args[0] for n in self.before.find_nodes(op="output")), ())
+        return tuple(copies[n] for n in results)  # type: ignore[index, union-attr]
 
 
 # -- row sums of gradients ------------------------------------------------------------------------------
