@@ -22,12 +22,13 @@ from fusion_compiler.schedule.tile_products import SMALLEST, product_of
 PROGRAMS = 2  # for each multiprocessor, if a loop is split over programs to occupy the device
 LEAST_BLOCKS = 4  # of a program's part of a loop
 MOST_PARTS = 64  # of a loop: merging them reads what programs store
-# Rows, elements of a block of the loop, warps and stages, by the most features of a row: of 13 shapes on 17
+# Rows, elements of a block of the loop, warps and stages, by the most features of a row: of 13 shapes on 20
 # attentions, forward and backward, the few of which one is always near the best.
 SHAPES: tuple[tuple[int, tuple[tuple[int, int, int, int], ...]], ...] = (
     (64, ((64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 4, 2))),
     (128, ((64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2))),
-    (256, ((64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
+    (192, ((64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2))),
+    (256, ((128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2))),
 )
 SMALLEST_SHAPE = (32, 32, 4, 2)  # for devices that have no room for another one
 
