@@ -388,3 +388,25 @@ def test_written_attention_is_a_call_where_a_flash_kernel_takes_it_or_no_nest_do
     are_calls = "fused attention: done" in str(report)
     assert are_calls == (code is causal or RULE in disable)
     assert ("general attention: done" in str(report)) == (not are_calls)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+def called(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return SDPA(q, k, v, bias)
+
+
+@pytest.mark.parametrize("code", [biased, called])
+@pytest.mark.parametrize(("batch", "of_bias"), [(2, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_library_computes_gradients_of_masks_that_are_as_large_as_scores(
+    code: Run, batch: int, of_bias: int, trained: bool
+) -> None:
+    q, k, v = (torch.empty(batch, 4, 256, 32, dtype=torch.half, requires_grad=True) for _ in range(3))
+    bias = torch.empty(of_bias, 4, 256, 256, dtype=torch.half, requires_grad=trained)
+    report = str(fc.explain(code, q, k, v, bias))
+    is_call = trained and of_bias == batch
+    assert ("as large as the scores" in report) == (is_call)
+    assert ("general attention: done" in report) == (not is_call)

@@ -14,12 +14,13 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import arguments, emit
+from fusion_compiler.capture.graphs import ancestors, arguments, emit, is_trained, stored_in_order
+from fusion_compiler.ir.dims import product
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.loops import MOST_FEATURES
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.schema import HALVES
-from fusion_compiler.passes.rewrites.engine import Replacement, Replacements
+from fusion_compiler.passes.rewrites.engine import Replacement, Replacements, steps
 
 _aten = torch.ops.aten
 _SDPA = _aten.scaled_dot_product_attention.default
@@ -34,23 +35,27 @@ def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
         return None
     if named["is_causal"]:
         return "it has a mask, and is causal beside that"
-    reason = refusal(*(named[n].meta["val"] for n in ("query", "key", "value")))
+    reason = refusal(*(named[n] for n in ("query", "key", "value", "attn_mask")))
     return reason or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
 
 
-def refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+def refusal(query: fx.Node, key: fx.Node, value: fx.Node, mask: fx.Node) -> str:
     """Return why a library's call computes attention with a mask, or "" if a nest does."""
-    if query.device.type not in DEVICES:
-        return f"on {query.device.type} a library computes it"
-    if query.dtype not in HALVES or not query.dtype == key.dtype == value.dtype:
-        return f"scores of {query.dtype} are multiplied by a library"
-    if query.dim() != 4 or key.dim() != 4:
+    q, k, v = (n.meta["val"] for n in (query, key, value))
+    if q.device.type not in DEVICES:
+        return f"on {q.device.type} a library computes it"
+    if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
+        return f"scores of {q.dtype} are multiplied by a library"
+    if q.dim() != 4 or k.dim() != 4:
         return "it has no four dimensions"
-    (rows, keys), width = (hinted(x.shape[2]) for x in (query, key)), hinted(key.shape[3])
-    if (widest := max(width, hinted(value.shape[3]))) > MOST_FEATURES:
+    (rows, keys), width = (hinted(x.shape[2]) for x in (q, k)), hinted(k.shape[3])
+    if (widest := max(width, hinted(v.shape[3]))) > MOST_FEATURES:
         return f"heads of {widest} are wider than {MOST_FEATURES}"
     if rows * keys < LEAST_GAIN * (rows + keys) * width:
         return "its scores are few beside queries and keys"
+    of_mask, of_scores = mask.meta["val"].shape, (*q.shape[:2], q.shape[2], k.shape[2])
+    if product(map(hinted, of_mask)) == product(map(hinted, of_scores)) and is_trained(ancestors(mask)):
+        return "the gradient of its mask is as large as the scores"
     return ""
 
 
@@ -71,7 +76,8 @@ def _write_out(call: fx.Node) -> fx.Node:
     weights = emit(call, _aten._safe_softmax.default, scores, -1)
     if named["dropout_p"]:
         weights = emit(call, _aten.dropout.default, weights, named["dropout_p"], True)
-    return emit(call, _aten.matmul.default, weights, value)
+    result, called = emit(call, _aten.matmul.default, weights, value), call.meta["val"]
+    return result if steps(result.meta["val"]) == steps(called) else stored_in_order(call, result, called)
 
 
 MASKED_ATTENTION = Pass(
