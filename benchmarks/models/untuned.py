@@ -1,4 +1,4 @@
-"""Eighteen models that no rule or constant of the compiler was fitted to: python -m benchmarks untuned.
+"""Twenty-one models that no rule or constant of the compiler was fitted to: python -m benchmarks untuned.
 
 They are models as users write them, from transformers, timm and the literature, with default options. The
 sizes of each row are those at which it was first measured; `--quick` has small ones.
@@ -196,6 +196,10 @@ def gat(nodes: int, edges: int, heads: int, width: int) -> Built:
 
 IMAGES, FEW_IMAGES = {"batch": 64, "side": 224}, {"batch": 2, "side": 32}
 SMALL = {"batch": 2, "length": 16, "hidden": 32, "layers": 1, "heads": 2}
+DEBERTA_V3: dict[str, Any] = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256,
+    "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False,
+}  # fmt: skip
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "exact": torch.float64}
 
 UNTUNED: tuple[Workload, ...] = (
@@ -230,6 +234,24 @@ UNTUNED: tuple[Workload, ...] = (
         "BART 4 + 4 layers, train, 16 x 512", bart,
         {"batch": 16, "length": 512, "d_model": 768, "layers": 4, "heads": 12, "inner": 3072},
         {"batch": 2, "length": 16, "d_model": 32, "layers": 1, "heads": 2, "inner": 64},
+    ),
+    Workload(
+        "Gemma 2 4 layers, train, 4 x 2048", language("Gemma2:ForCausalLM", use_cache=False),
+        {"batch": 4, "length": 2048, "hidden": 1024, "inner": 4096, "layers": 4, "heads": 8, "kv_heads": 4,
+         "head_dim": 128, "sliding_window": 1024, "vocabulary": 64000},
+        SMALL | {"inner": 64, "kv_heads": 1, "head_dim": 16, "sliding_window": 8, "vocabulary": 128},
+    ),
+    Workload(
+        "DeBERTa-v3 4 layers, train, 8 x 512", language("DebertaV2:ForMaskedLM", **DEBERTA_V3),
+        {"batch": 8, "length": 512, "hidden": 768, "inner": 3072, "layers": 4, "heads": 12},
+        SMALL | {"inner": 64, "vocabulary": 128},
+    ),
+    Workload(
+        "gpt-oss 4 layers, train, 2 x 2048", language("GptOss:ForCausalLM", use_cache=False),
+        {"batch": 2, "length": 2048, "hidden": 1024, "inner": 1024, "layers": 4, "heads": 16, "kv_heads": 4,
+         "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "vocabulary": 64000},
+        SMALL | {"inner": 32, "kv_heads": 1, "head_dim": 16, "num_local_experts": 4,
+                 "num_experts_per_tok": 2, "vocabulary": 128},
     ),
     Workload("CLIP, train, 256 pairs", clip, {"batch": 256, "layers": 12}, {"batch": 2, "layers": 1}),
     Workload(
