@@ -307,6 +307,21 @@ def test_the_pass_can_be_left_out() -> None:
     assert not bodies_of(left_out) and not notes_of(left_out)
 
 
+def two_layers(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Compute two attentions, one of the other's result, that add the same bias."""
+    bias = 2 * bias
+    one = (5 * torch.tanh(q @ k.mT / 5) + bias).softmax(-1) @ v
+    return (5 * torch.tanh(one @ k.mT / 5) + bias).softmax(-1) @ v
+
+
+def test_a_bias_as_large_as_scores_does_not_join_attentions() -> None:
+    inputs = [*replace(SMALL, batch=1).inputs(), torch.randn(1, 3, 37, 37)]
+    compiled = general_of(two_layers)
+    ours, eager, truth = run_all(compiled, two_layers, inputs)
+    assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
+    assert [note.split(":")[0] for note in notes_of(compiled)] == ["done", "done"]
+
+
 # -- calls with a mask ----------------------------------------------------------------------------------
 
 SDPA = torch.nn.functional.scaled_dot_product_attention

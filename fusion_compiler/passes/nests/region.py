@@ -140,22 +140,16 @@ def is_reduction(node: fx.Node) -> bool:
 
 def _connected(first: fx.Node, products: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the values of the size of the scores that are connected with a product, and the products among
-    them."""
-    every, size = set(products), elements(first)
-    inside, seeds, pending = set[fx.Node](), set[fx.Node](), [first]
-    while pending:
-        node = pending.pop()
-        if node in inside:
-            continue
-        inside.add(node)
-        if node in every:
-            seeds.add(node)
-        else:
-            pending += [
-                n for n in node.all_input_nodes if elements(n) == size and (n in every or is_pointwise(n))
-            ]
-        pending += [n for n in node.users if elements(n) == size and is_pointwise(n)]
-    return reached(seeds, lambda node: [n for n in node.users if n in inside]), seeds
+    them. Only what is computed from products connects them, and no bias that several of them read."""
+    size = elements(first)
+
+    def readers(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.users if elements(n) == size and is_pointwise(n)]
+
+    seeds = {n for n in products if elements(n) == size}
+    below = reached(seeds, readers)
+    inside = reached([first], lambda n: [i for i in (*n.all_input_nodes, *n.users) if i in below])
+    return inside, inside & seeds
 
 
 def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.Node, int]) -> Region | None:
