@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
 from benchmarks.chains.variants import VARIANTS, Shape, added
-from fusion_compiler.passes.nests.arithmetic import rows_of, simplify, split
+from fusion_compiler.passes.nests.arithmetic import hoist, rows_of, simplify
 from tests.exactness import not_as_close
 from tests.passes.test_general_attention import bodies_of, general_of, run, run_all
 
@@ -29,7 +29,7 @@ def softmax(scores: Tensor, largest: Tensor, total: Tensor) -> Tensor:
 def scaled(q: Tensor, k: Tensor, m: Tensor, n: Tensor, shown: Tensor) -> tuple[Tensor, ...]:
     scores = (torch.bmm(q, k.mT) * 0.25).masked_fill(~shown, -torch.inf)
     weights = softmax(scores, m.clamp_min(LOWEST), n.clamp_min(1e-30))
-    return (torch.bmm((weights * 4.0 * (torch.bmm(k, q.mT) * 3.0).masked_fill(~shown, 0.0) / 8).mT, q),)
+    return (torch.bmm((weights * 4.0 * (torch.bmm(k, q.mT) * 1.5).masked_fill(~shown, 0.0) / 8).mT, q),)
 
 
 def masked(q: Tensor, k: Tensor, m: Tensor, n: Tensor, shown: Tensor) -> tuple[Tensor, ...]:
@@ -63,17 +63,18 @@ def simplified(code: Code, values: list[Tensor]) -> tuple[fx.GraphModule, fx.Gra
     gm = make_fx(code, tracing_mode="fake")(*values)
     statistics = gm.graph.find_nodes(op="placeholder")[2:4]
     simplify(gm.graph, statistics, statistics[1:])
-    before = split(gm.graph, rows_of(gm.graph, statistics))
+    before = hoist(gm.graph, rows_of(gm.graph, statistics))
     gm.graph.lint()
     gm.recompile()
     return fx.GraphModule({}, before), gm
 
 
-def together(rows: fx.GraphModule, left: fx.GraphModule, values: list[Tensor]) -> Any:
+def together(rows: fx.GraphModule, left: fx.GraphModule, values: list[Tensor], count: int = 1) -> Any:
+    """Return the results of a nest whose values of rows, `count` of them, another graph computes."""
     every = dict(zip((n.name for n in rows.graph.find_nodes(op="placeholder")), values, strict=True))
     names = [n.name for n in left.graph.find_nodes(op="placeholder")]
-    assert [n.startswith("row_") for n in names[-2:]] == [False, True]
-    return left(*(every[n] for n in names[:-1]), *rows(*values))
+    assert [n for n in names if n.startswith("row_")] == names[-count:]
+    return left(*(every[n] for n in names[:-count]), *rows(*values))
 
 
 @pytest.mark.parametrize("code", [scaled, masked, squared, capped])
@@ -90,7 +91,20 @@ def test_a_number_in_the_scores_takes_the_base_and_sums_give_theirs_away() -> No
     assert targets(left.graph).count("exp2") == 1
     products = [n for n in left.graph.nodes if "mul" in str(n.target)]
     by_number = [n.args[1] for n in products if isinstance(n.args[1], float)]
-    assert sorted(by_number) == pytest.approx([0.25 * 1.4426950408889634, 4.0 * 3.0 / 8])
+    assert sorted(by_number) == pytest.approx([0.25 * 1.4426950408889634, 4.0 * 1.5 / 8])
+
+
+def negative(q: Tensor, k: Tensor, m: Tensor, n: Tensor, shown: Tensor) -> tuple[Tensor, ...]:
+    """Divide by what may be negative, and multiply scores by more than one."""
+    return (torch.bmm(((torch.bmm(q, k.mT) - m).exp() / (n - 10.0) * 3.0).mT, q),)
+
+
+def test_a_divisor_that_may_be_negative_has_no_logarithm_and_a_large_number_stays() -> None:
+    values = inputs()
+    rows, left = simplified(negative, values)
+    torch.testing.assert_close(together(rows, left, values, 2), negative(*values), rtol=1e-13, atol=1e-13)
+    assert "log2" not in targets(rows.graph) and "div" in targets(left.graph)
+    assert targets(left.graph)[-1] == "bmm"
 
 
 def test_rows_that_see_nothing_but_the_lowest_number_are_eagers() -> None:

@@ -30,6 +30,7 @@ from fusion_compiler.passes.nests.region import PRODUCTS, count, is_pointwise
 _aten = torch.ops.aten
 LOG2_E = math.log2(math.e)
 _SUMS = (_aten.sum.dim_IntList, _aten.amax.default)
+_KEEP_SIGN = (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.reciprocal.default)
 LARGEST = torch.finfo(torch.float32).max
 LEAST_SHIFT = -1e38  # of a row that sees nothing, so that the product with log2 e is finite
 
@@ -68,20 +69,18 @@ def is_positive(node: fx.Node, positive: Collection[fx.Node] = ()) -> bool:
     positive: nodes of which that is true."""
     if node in positive or node.target in (_aten.exp.default, _aten.exp2.default):
         return True
-    if node.target in (_aten.clamp_min.default, _aten.clamp.default):
-        least = node.args[1]
-        return isinstance(least, int | float) and least >= 0
-    keep = (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.reciprocal.default)
-    if node.target in keep or node.target in _SUMS or is_cast(node.target) or is_view_node(node):
-        numbers = (a for a in node.args if isinstance(a, int | float))
-        is_sum = node.target in _SUMS
-        return (is_sum or all(n >= 0 for n in numbers)) and all(
-            is_positive(n, positive) for n in node.all_input_nodes
-        )
-    return False
+    if node.target is _aten.clamp_min.default:
+        return isinstance(node.args[1], int | float) and node.args[1] >= 0
+    if node.target in _KEEP_SIGN:
+        numbers = [*node.kwargs.values(), *(a for a in node.args if not isinstance(a, fx.Node))]
+        if not all(isinstance(n, int | float) and n >= 0 for n in numbers):
+            return False
+    elif not (node.target in _SUMS or is_cast(node.target) or is_view_node(node)):
+        return False
+    return all(is_positive(n, positive) for n in node.all_input_nodes)
 
 
-def split(graph: fx.Graph, rows: Collection[fx.Node]) -> fx.Graph:
+def hoist(graph: fx.Graph, rows: Collection[fx.Node]) -> fx.Graph:
     """Move the computation of row values out of a nest's graph, and return a graph of the same inputs that
     computes them. The nest's graph loses the inputs that only row values read, and receives one for each
     result behind the others."""
@@ -214,7 +213,7 @@ def _factor_out(product: fx.Node) -> None:
             continue
         with product.graph.inserting_before(product):
             inner, factor = _without_numbers(scores)
-        if factor == 1.0:
+        if factor == 1.0 or abs(factor) > 1:  # without a large factor, fp16 would lose digits of small scores
             continue
         product.update_arg(position, inner)
         with product.graph.inserting_after(product):

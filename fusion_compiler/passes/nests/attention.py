@@ -39,7 +39,7 @@ from fusion_compiler.ops.schema import HALVES, is_cast
 from fusion_compiler.passes.chunks.chunk import sort
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.lower.space import Illegal
-from fusion_compiler.passes.nests.arithmetic import is_positive, rows_of, simplify, split
+from fusion_compiler.passes.nests.arithmetic import hoist, is_positive, rows_of, simplify
 from fusion_compiler.passes.nests.body import Nest, nests_of
 from fusion_compiler.passes.nests.copies import read_copy, sizes
 from fusion_compiler.passes.nests.region import BACKWARD, FORWARD, PRODUCTS, Region, count, is_scores, regions
@@ -143,7 +143,7 @@ class _Call:
         if any(getattr(n.meta["val"], "dtype", None) in HALVES for n in nest.inputs):
             statistics = {mine for mine, node in inputs.items() if node in region.statistics}
             simplify(graph, statistics, {mine for mine, node in inputs.items() if is_positive(node)})
-            before = split(graph, rows_of(graph, statistics))
+            before = hoist(graph, rows_of(graph, statistics))
             body.recompile()
         return cls(nest, before, body, tuple(map(inputs.get, graph.find_nodes(op="placeholder"))))
 
