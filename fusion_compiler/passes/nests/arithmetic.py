@@ -230,7 +230,7 @@ def _without_numbers(node: fx.Node) -> tuple[fx.Node, float]:
         return inner, factor * parts[1]
     is_masked = node.target is _aten.masked_fill.Scalar and node.args[2] == 0
     if is_view_node(node) or is_masked:
-        operands = node.all_input_nodes[:1]
+        operands = [n for n in node.args[:1] if isinstance(n, fx.Node)]
     elif node.target is _aten.mul.Tensor and len(node.all_input_nodes) == 2:  # no square
         operands = node.all_input_nodes
     else:
