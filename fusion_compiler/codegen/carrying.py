@@ -172,6 +172,10 @@ class CarryingEmitter(ChainEmitter):
         depths = (self.running[n].depth for n in self.waits[number] if n in self.running)
         return max(super().block_of(number), *depths, 0)
 
+    def load_first(self) -> None:
+        """Load nothing before the products: each loads its factors in the dimensions in which it needs
+        them."""
+
     # -- loops ---------------------------------------------------------------------------------------------
 
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:

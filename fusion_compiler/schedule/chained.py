@@ -56,6 +56,7 @@ def _over_rows(
     itemsizes: Mapping[str, int],
 ) -> Iterator[Placement]:
     """Yield placements of programs that have rows, as far as their tiles fit into shared memory."""
+    assert chain.loop is not None
     names = [axis.name for axis in loops.axes]
     most = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in (chain.rows, chain.loop)]
     rows, loop = names[chain.rows], names[chain.loop]
@@ -111,13 +112,14 @@ def _over_rows_and_columns(
     names = [axis.name for axis in loops.axes]
     split = (chain.rows, *chain.across)
     sizes = [max(SMALLEST, padded(hint(loops.axes[k].size))) for k in split]
-    inside = {*split, chain.loop, *chain.features}
+    inside, looped = {*split, chain.loop, *chain.features}, () if chain.loop is None else (names[chain.loop],)
     for *block, warps, stages in shapes:
         directives: list[Directive] = []
         for k, most, length in zip(split, sizes, block, strict=True):
             directives += [Split(names[k], min(most, length)), At(f"{names[k]}.o", Place.GRID)]
         directives += [At(names[k], Place.GRID) for k in order if k not in inside]
-        directives += [At(names[chain.loop], Place.LOOP), *(At(f"{names[k]}.i", Place.LANES) for k in split)]
+        directives += [At(name, Place.LOOP) for name in looped]
+        directives += [At(f"{names[k]}.i", Place.LANES) for k in split]
         directives += [At(names[k], Place.LANES) for k in order if k in chain.features]
         where = PlacedAxes.of(loops, Placement(tuple(directives)))
         units = (On(loops.names[n], Unit.TENSOR_CORE) for n in chain.products if product_of(loops, n, where))

@@ -18,15 +18,16 @@ MOST_APART = 2  # axes that one factor of the first products has and the other h
 class Chain:
     """A chain of products.
 
-    loop: the axis over which the last products reduce, or sums of products' rows. rows: the other axis of
-    what the first products make. features: the axes of a row. products: all products.
+    loop: the axis over which the last products reduce, or sums of products' rows; None if the nest stores
+    what is computed of the first products, element by element. rows: the other axis of what these make.
+    features: the axes of a row. products: all products.
     carried: the reductions over the loop's axis that the law of carried reductions allows the loop to make
     together with those that they read. has_parts: there are no others, and parts of the loop can be merged.
     across: another axis of what the first products make, if the loop is over neither: programs share both of
-    them, as for the gradient of a bias that is the same for a whole batch.
+    them, as for the gradient of a bias, which may be the same for a whole batch.
     """
 
-    loop: int
+    loop: int | None
     rows: int
     features: frozenset[int]
     products: tuple[int, ...]
@@ -42,9 +43,10 @@ class Chain:
         last = [n for n in sums if reads[n]]
         others = ((n, node.operand) for n, node in enumerate(loops.nodes) if isinstance(node, Reduce))
         ends = last or [n for n, o in others if n not in sums and with_operands(loops, (o,)) & sums.keys()]
-        if not ends or not all(loops.reduction(n).axes == loops.reduction(ends[0]).axes for n in ends):
+        if len({loops.reduction(n).axes for n in ends}) > 1:
             return None
-        reduced, apart, features = loops.reduction(ends[0]).axes, set[int](), set[int]()
+        reduced = loops.reduction(ends[0]).axes if ends else frozenset[int]()
+        apart, features = set[int](), set[int]()
         for n in last:
             left, right = sums[n]
             computed = left if not sums.keys().isdisjoint(with_operands(loops, (left,))) else right
@@ -55,7 +57,10 @@ class Chain:
             features |= loops.reduction(n).axes
             apart |= varies[left] ^ varies[right]
         rows = apart - reduced
-        if len(reduced) != 1 or not rows or len(apart) > MOST_APART or features & (reduced | rows):
+        if len(reduced) > 1 or not rows or len(apart) > MOST_APART or features & (reduced | rows):
+            return None
+        of_terms = {loops.reduction(n).axes for n in sums}
+        if not ends and (len(of_terms) < 2 or len(apart) < MOST_APART):  # one kernel of matrices makes others
             return None
         sizes = [loops.axes[k].size for k in features]
         if not all(isinstance(size, int) and size <= MOST_FEATURES for size in sizes):
@@ -67,5 +72,5 @@ class Chain:
         merged = carried.keys() | {n for of in carried.values() for n in of.reads}
         has_parts = merged == set(over_loop)
         first, *across = sorted(rows)
-        called = min(reduced), first, frozenset(features), tuple(sums), tuple(carried)
+        called = min(reduced, default=None), first, frozenset(features), tuple(sums), tuple(carried)
         return cls(*called, has_parts and not across, tuple(across))

@@ -34,10 +34,11 @@ def sharing_of(
     carried: reductions whose parts the law of carried reductions merges."""
     places = {leaf.place for leaves in where.leaves.values() for leaf in leaves}
     in_products = any(isinstance(d, On) for d in placement.directives)
-    if Place.UNROLL in places or (in_products and not is_chained(a, placement)):
+    in_chain = is_chained(a, placement)
+    if Place.UNROLL in places or (in_products and not in_chain):
         return None
     sharing = SharedReductions.of(a, where, carried)
-    return sharing if sharing.leaves or places & {Place.LOOP, Place.SHARED} else None
+    return sharing if sharing.leaves or in_chain or places & {Place.LOOP, Place.SHARED} else None
 
 
 @dataclass(frozen=True)

@@ -100,10 +100,15 @@ def products_of(
 
 
 def is_chained(a: Analysis, placement: Placement) -> bool:
-    """True if programs go through the axis of a chain of products in a loop."""
-    name = None if a.chain is None else a.loops.axes[a.chain.loop].name
+    """True if programs go through the axis of a chain of products in a loop, or store what they compute of
+    the first products."""
+    if a.chain is None:
+        return False
+    if a.chain.loop is None:
+        return any(isinstance(directive, On) for directive in placement.directives)
+    name = a.loops.axes[a.chain.loop].name
     in_loops = (d for d in placement.directives if isinstance(d, At) and d.place is Place.LOOP)
-    return name is not None and any(d.axis.split(".")[0] == name for d in in_loops)
+    return any(d.axis.split(".")[0] == name for d in in_loops)
 
 
 def with_exact_products(

@@ -11,11 +11,22 @@ import torch
 from torch import Tensor
 
 import fusion_compiler as fc
-from benchmarks.chains.variants import Shape
+from benchmarks.chains.variants import VARIANTS, Shape
+from fusion_compiler.passes.nests import region
 from tests.exactness import not_as_close
-from tests.passes.test_general_attention import BY_NAME, MASKED, inputs_of, notes_of, run_all
+from tests.passes.test_general_attention import (
+    MASKED,
+    added,
+    added_to_capped,
+    capped_with_added,
+    inputs_of,
+    notes_of,
+    run_all,
+    two_layers,
+)
 
 Code = Callable[..., Any]
+BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 def on_gpu(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -46,6 +57,20 @@ def test_variants(name: str, length: int) -> None:
 def test_calls_with_a_mask(name: str) -> None:
     code, more = MASKED[name]
     check(code, on_gpu([*Shape(2, 4, 70, 16, 16).inputs(), *more()]))
+
+
+@pytest.mark.parametrize("length", [300, 1024])
+@pytest.mark.parametrize("code", [added, added_to_capped, capped_with_added, two_layers])
+def test_gradients_of_a_bias_that_is_as_large_as_scores(
+    code: Code, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "STORES_GRADIENTS", True)
+    shape = Shape(1, 4, length, dtype=torch.bfloat16, device="cuda")
+    inputs = [*shape.inputs(), shape.normal(1, 4, length, length)]
+    compiled: Any = fc.compile(code, strict=True, disable=("fused attention",))
+    for one, theirs, exact in zip(*run_all(compiled, code, inputs), strict=True):
+        assert not (wrong := not_as_close(one, theirs, exact)), wrong
+    assert all(note.startswith("done") for note in notes_of(compiled))
 
 
 def test_scores_are_never_stored() -> None:

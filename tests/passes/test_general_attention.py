@@ -19,6 +19,7 @@ from benchmarks.chains.variants import VARIANTS, Shape, Variant
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
+from fusion_compiler.passes.nests import region
 from fusion_compiler.passes.nests.attention import RULE
 from fusion_compiler.passes.rewrites import masked_attention
 from fusion_compiler.schedule.uneven_widths import in_powers_of_two
@@ -322,6 +323,52 @@ def test_a_bias_as_large_as_scores_does_not_join_attentions() -> None:
     ours, eager, truth = run_all(compiled, two_layers, inputs)
     assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
     assert [note.split(":")[0] for note in notes_of(compiled)] == ["done", "done"]
+
+
+def shifted(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    """Add products with relative positions, moved by a view of another shape, as XLNet does."""
+    b, h, n, _ = q.shape
+    moved = (q @ r.mT).reshape(b, h, 2 * n, n)[:, :, 1:].reshape(b, h, n, 2 * n - 1)[..., :n]
+    return (5 * torch.tanh(q @ k.mT / 5) + moved).softmax(-1) @ v
+
+
+def test_what_has_no_index_in_a_nest_is_read_from_memory() -> None:
+    inputs = [x.detach() for x in (*SMALL.inputs(), torch.randn(2, 3, 74, 8))]
+    compiled = general_of(shifted)
+    wrong = not_as_close(compiled(*inputs), shifted(*inputs), shifted(*(x.double() for x in inputs)))
+    assert not wrong and notes_of(compiled)[-1].startswith("done"), wrong
+
+
+# -- gradients of scores that others read -----------------------------------------------------------------
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
+
+
+def added_to_capped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (5 * torch.tanh(q @ k.mT / 5) + bias).softmax(-1) @ v
+
+
+def capped_with_added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (5 * torch.tanh((q @ k.mT + bias) / 5)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("code", [added, added_to_capped, capped_with_added, two_layers])
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+@pytest.mark.sample(5)
+def test_a_nest_stores_the_gradient_of_a_bias_that_is_as_large_as_scores(
+    code: Run, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "STORES_GRADIENTS", True)
+    inputs = [x.detach() for x in (*Shape(1, 2, 70, 16, 16).inputs(), torch.randn(1, 2, 70, 70))]
+    inputs = [x.bfloat16().requires_grad_() for x in inputs]
+    compiled = fc.compile(code, backend=backend, disable=("fused attention",), strict=True)
+    ours, eager, truth = run_all(compiled, code, inputs)
+    assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
+    layers = 2 if code is two_layers else 1
+    assert [note.split(":")[0] for note in notes_of(compiled)] == ["done"] * layers
+    assert len(bodies_of(compiled)) == 4 * layers
 
 
 # -- calls with a mask ----------------------------------------------------------------------------------

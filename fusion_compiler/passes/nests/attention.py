@@ -78,14 +78,10 @@ def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
     checked: the forms of nests that are known to be chains; receives those of this region.
     """
     order = {node: number for number, node in enumerate(graph.nodes)}
-    nests = nests_of(region, order)
-    for nest in nests:
-        _check_order(nest, order)
-    calls = [_Call.of(nest, region) for nest in nests]
-    for nest, body in ((call.nest, call.body) for call in calls):
-        if (form := form_of(body)) not in checked:
-            _check_chain(nest, body)
-            checked.add(form)
+    try:
+        calls = _calls(region, order, checked)
+    except Refused:  # an index of what is computed again may have no form in a nest
+        calls = _calls(region, order, checked, again=False)
     saved = max(_bytes(n) for n in region.scores)
     items, emitted = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
     for number, call in enumerate(calls):
@@ -93,9 +89,24 @@ def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
         call.emit(graph, name, saved, items, emitted)
     sort(graph)
     graph.eliminate_dead_code()
-    backward = sum(nest.exits[0].backward for nest in nests)
+    backward = sum(call.nest.exits[0].backward for call in calls)
     gradients = f" and {backward} backward" if backward else ""
-    return f"{len(nests) - backward} nest forward{gradients}, {saved / 1e9:.3f} GB never stored"
+    return f"{len(calls) - backward} nest forward{gradients}, {saved / 1e9:.3f} GB never stored"
+
+
+def _calls(
+    region: Region, order: dict[fx.Node, int], checked: set[object], again: bool = True
+) -> list[_Call]:
+    """Return the calls of a region's nests. Raises Refused if one is no chain of products."""
+    nests = nests_of(region, order, again)
+    for nest in nests:
+        _check_order(nest, order)
+    calls = [_Call.of(nest, region) for nest in nests]
+    for call in calls:
+        if (form := form_of(call.body)) not in checked:
+            _check_chain(call.nest, call.body)
+            checked.add(form)
+    return calls
 
 
 def _bytes(node: fx.Node) -> int:

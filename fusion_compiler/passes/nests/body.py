@@ -106,12 +106,13 @@ def _emitted(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any
     return call
 
 
-def nests_of(region: Region, order: Mapping[fx.Node, int]) -> tuple[Nest, ...]:
-    """Return the nests of a region, those first whose results others read."""
+def nests_of(region: Region, order: Mapping[fx.Node, int], again: bool = True) -> tuple[Nest, ...]:
+    """Return the nests of a region, those first whose results others read. again: they compute what is large
+    beside all that it is computed from, instead of reading it."""
     exits, levels = {e.node: e for e in region.exits}, dict[fx.Node, int]()
     last: dict[tuple[bool, frozenset[int]], int] = {}
     for end in region.exits:
-        read = _slice(region, [end.node], region.statistics) & exits.keys() - {end.node}
+        read = _slice(region, [end.node], region.statistics) & exits.keys() - {end.node} - region.scores
         same = [exits[n] for n in read if exits[n].backward == end.backward]
         # The law of carried reductions lets forward nests read row statistics before they are final.
         levels[end.node] = max(
@@ -125,19 +126,19 @@ def nests_of(region: Region, order: Mapping[fx.Node, int]) -> tuple[Nest, ...]:
         is_result = end.node not in region.statistics  # it may wait for others that are summed over the same
         level = last[end.backward, end.over] if is_result else levels[end.node]
         groups.setdefault((end.backward, level, end.over), []).append(end)
-    nests = [_nest(region, tuple(groups[key]), order) for key in sorted(groups, key=lambda k: k[:2])]
+    nests = [_nest(region, tuple(groups[key]), order, again) for key in sorted(groups, key=lambda k: k[:2])]
     outside = {n for nest in nests for n in nest.inputs}
     return tuple(replace(n, results=tuple(r for r in n.stored if r in outside | {*n.results})) for n in nests)
 
 
-def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int]) -> Nest:
+def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int], again: bool) -> Nest:
     ends = [e.node for e in exits]
     inside = _slice(region, ends, region.statistics - set(ends))
     inside -= region.statistics - set(ends)
     paths = tuple(map(stored_behind, ends))
     inside |= {node for path in paths for node in path}
     for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
-        inside |= _computed(node)
+        inside |= _computed(node) if again else set()
     nodes = sorted(inside, key=order.__getitem__)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     nest = Nest(exits, paths, tuple(nodes), tuple(inputs), ())

@@ -14,7 +14,7 @@ of the values (`passes/rewrites/axes.py`), however products fold, permute or spr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +38,13 @@ from fusion_compiler.passes.rewrites.masked_attention import LEAST_GAIN
 _aten = torch.ops.aten
 PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
 FORWARD, BACKWARD = "is_forward", "is_backward"
+STORES_GRADIENTS = False  # of scores that others read: the kernel of that has not run on a GPU yet
 
 
 @dataclass(frozen=True)
 class Exit:
     """A value that is computed from scores and is smaller: a sum or a maximum over some axes, or a product.
+    Or scores that are stored: the gradient of a bias.
 
     over: the axes of the scores that it is reduced over. product: True for a product. backward: True if
     autograd computes it from the gradients of the graph's results.
@@ -71,8 +73,8 @@ class Region:
     @property
     def statistics(self) -> frozenset[fx.Node]:
         """Return the exits that scores of the region read again, such as the largest score of a row."""
-        readers = self.scores | self.bridges
-        return frozenset(e.node for e in self.exits if not readers.isdisjoint(e.node.users))
+        readers, exits = self.scores | self.bridges, {e.node for e in self.exits} - self.scores
+        return frozenset(n for n in exits if not readers.isdisjoint(n.users))
 
 
 def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
@@ -82,7 +84,7 @@ def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
     pending, results = sorted(products, key=order.__getitem__), list[Region | tuple[fx.Node, str]]()
     while pending:
         first = pending[0]
-        inside, seeds = _connected(first, pending)
+        inside, seeds = _connected(first, pending, order)
         pending = [p for p in pending if p not in seeds]
         try:
             region = _region(sorted(seeds, key=order.__getitem__), inside, order)
@@ -138,16 +140,26 @@ def is_reduction(node: fx.Node) -> bool:
     return spec is not None and spec.kind is Kind.REDUCTION
 
 
-def _connected(first: fx.Node, products: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+def _connected(
+    first: fx.Node, products: Sequence[fx.Node], order: Mapping[fx.Node, int]
+) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the values of the size of the scores that are connected with a product, and the products among
-    them. Only what is computed from products connects them, and no bias that several of them read."""
+    them. Only what is computed from products connects them: no bias that several of them read, and no
+    gradient that is accumulated from several attentions."""
     size = elements(first)
 
     def readers(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.users if elements(n) == size and is_pointwise(n)]
 
     seeds = {n for n in products if elements(n) == size}
-    below = reached(seeds, readers)
+    below: dict[fx.Node, frozenset[fx.Node]] = {}  # the products from which a value is computed
+    for node in sorted(reached(seeds, readers), key=order.__getitem__):
+        parts = [below[n] for n in node.all_input_nodes if n in below]
+        is_gradient = node.target is _aten.add.Tensor and node.meta.get("partitioner_tag") == BACKWARD
+        if node in seeds:
+            below[node] = frozenset({node})
+        elif parts and not (is_gradient and len(parts) == 2 and parts[0].isdisjoint(parts[1])):
+            below[node] = frozenset().union(*parts)
     inside = reached([first], lambda n: [i for i in (*n.all_input_nodes, *n.users) if i in below])
     return inside, inside & seeds
 
@@ -157,22 +169,35 @@ def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.No
     ends = sorted({u for n in scores for u in n.users if u not in scores}, key=order.__getitem__)
     if not any(n.target in PRODUCTS for n in ends):
         return None
-    for node in ends:
-        if not (is_reduction(node) or node.target in PRODUCTS):
-            read = next(n for n in node.all_input_nodes if n in scores)
-            raise Refused(f"{node.name} also reads {read.name}, which would have to be stored")
+    stored = _stored(ends, scores)
+    ends = [n for n in ends if is_reduction(n) or n.target in PRODUCTS]
     layouts = _Layouts(sorted(scores, key=order.__getitem__), set(products))
     exits = tuple(
         Exit(n, layouts.over(n), n.target in PRODUCTS, n.meta.get("partitioner_tag") == BACKWARD)
         for n in ends
     )
+    exits += tuple(Exit(n, frozenset(), False, True) for n in stored)
     wide = [e.node for e in exits if e.product and hinted(e.node.meta["val"].shape[-1]) > MOST_FEATURES]
     wide = [n for n in wide if hinted(n.meta["val"].shape[-2]) > MOST_FEATURES]
     if wide:
         raise Refused(f"{wide[0].name} has rows of more than {MOST_FEATURES} features")
-    statistics = [e.node for e in exits if not e.product]
+    statistics = [e.node for e in exits if not e.product and e.node not in stored]
     bridges = _bridges(statistics, scores)
     return Region(tuple(products), frozenset(scores), exits, frozenset(bridges))
+
+
+def _stored(ends: Iterable[fx.Node], scores: set[fx.Node]) -> list[fx.Node]:
+    """Return the gradients of scores that others read, such as that of a bias which is as large as the
+    scores: a nest stores each. Raises Refused if other scores would have to be stored."""
+    stored = dict[fx.Node, None]()
+    for node in ends:
+        for read in node.all_input_nodes:
+            if read not in scores or is_reduction(node) or node.target in PRODUCTS:
+                continue
+            if read.meta.get("partitioner_tag") != BACKWARD or not STORES_GRADIENTS:
+                raise Refused(f"{node.name} also reads {read.name}, which would have to be stored")
+            stored[read] = None
+    return list(stored)
 
 
 def _bridges(statistics: Iterable[fx.Node], scores: set[fx.Node]) -> set[fx.Node]:
