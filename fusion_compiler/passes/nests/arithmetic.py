@@ -67,17 +67,22 @@ def rows_of(graph: fx.Graph, statistics: Collection[fx.Node]) -> set[fx.Node]:
 def is_positive(node: fx.Node, positive: Collection[fx.Node] = ()) -> bool:
     """True of a value that is zero or positive everywhere: exponentials, and what is computed of such ones.
     positive: nodes of which that is true."""
-    if node in positive or node.target in (_aten.exp.default, _aten.exp2.default):
-        return True
-    if node.target is _aten.clamp_min.default:
-        return isinstance(node.args[1], int | float) and node.args[1] >= 0
-    if node.target in _KEEP_SIGN:
+
+    def is_source(node: fx.Node) -> bool:
+        if node.target is _aten.clamp_min.default:
+            return isinstance(node.args[1], int | float) and node.args[1] >= 0
+        return node in positive or node.target in (_aten.exp.default, _aten.exp2.default)
+
+    def keeps_sign(node: fx.Node) -> bool:
+        if node.target not in _KEEP_SIGN:
+            return node.target in _SUMS or is_cast(node.target) or is_view_node(node)
         numbers = [*node.kwargs.values(), *(a for a in node.args if not isinstance(a, fx.Node))]
-        if not all(isinstance(n, int | float) and n >= 0 for n in numbers):
-            return False
-    elif not (node.target in _SUMS or is_cast(node.target) or is_view_node(node)):
-        return False
-    return all(is_positive(n, positive) for n in node.all_input_nodes)
+        return all(isinstance(n, int | float) and n >= 0 for n in numbers)
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if keeps_sign(node) and not is_source(node) else []
+
+    return all(is_source(n) or keeps_sign(n) for n in reached([node], operands))
 
 
 def hoist(graph: fx.Graph, rows: Collection[fx.Node]) -> fx.Graph:

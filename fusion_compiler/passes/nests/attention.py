@@ -81,7 +81,7 @@ def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
     try:
         calls = _calls(region, order, checked)
     except Refused:  # an index of what is computed again may have no form in a nest
-        calls = _calls(region, order, checked, again=False)
+        calls = _calls(region, order, checked, recompute=False)
     saved = max(_bytes(n) for n in region.scores)
     items, emitted = dict[fx.Node, fx.Node](), dict[str, fx.Node]()
     for number, call in enumerate(calls):
@@ -95,10 +95,10 @@ def _replace(graph: fx.Graph, region: Region, checked: set[object]) -> str:
 
 
 def _calls(
-    region: Region, order: dict[fx.Node, int], checked: set[object], again: bool = True
+    region: Region, order: dict[fx.Node, int], checked: set[object], recompute: bool = True
 ) -> list[_Call]:
     """Return the calls of a region's nests. Raises Refused if one is no chain of products."""
-    nests = nests_of(region, order, again)
+    nests = nests_of(region, order, recompute)
     for nest in nests:
         _check_order(nest, order)
     calls = [_Call.of(nest, region) for nest in nests]
@@ -153,7 +153,7 @@ class _Call:
         inputs = dict(zip(graph.find_nodes(op="placeholder"), nest.inputs, strict=True))
         if any(getattr(n.meta["val"], "dtype", None) in HALVES for n in nest.inputs):
             statistics = {mine for mine, node in inputs.items() if node in region.statistics}
-            simplify(graph, statistics, {mine for mine, node in inputs.items() if is_positive(node)})
+            simplify(graph, statistics, {mine for mine in statistics if is_positive(inputs[mine])})
             before = hoist(graph, rows_of(graph, statistics))
             body.recompile()
         return cls(nest, before, body, tuple(map(inputs.get, graph.find_nodes(op="placeholder"))))

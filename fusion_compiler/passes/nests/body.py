@@ -106,9 +106,9 @@ def _emitted(graph: fx.Graph, like: fx.Node, target: Any, args: Any, kwargs: Any
     return call
 
 
-def nests_of(region: Region, order: Mapping[fx.Node, int], again: bool = True) -> tuple[Nest, ...]:
-    """Return the nests of a region, those first whose results others read. again: they compute what is large
-    beside all that it is computed from, instead of reading it."""
+def nests_of(region: Region, order: Mapping[fx.Node, int], recompute: bool = True) -> tuple[Nest, ...]:
+    """Return the nests of a region, those first whose results others read. recompute: a nest computes a
+    tensor again, instead of reading it, if the tensor is much larger than all that it is computed from."""
     exits, levels = {e.node: e for e in region.exits}, dict[fx.Node, int]()
     last: dict[tuple[bool, frozenset[int]], int] = {}
     for end in region.exits:
@@ -126,19 +126,20 @@ def nests_of(region: Region, order: Mapping[fx.Node, int], again: bool = True) -
         is_result = end.node not in region.statistics  # it may wait for others that are summed over the same
         level = last[end.backward, end.over] if is_result else levels[end.node]
         groups.setdefault((end.backward, level, end.over), []).append(end)
-    nests = [_nest(region, tuple(groups[key]), order, again) for key in sorted(groups, key=lambda k: k[:2])]
+    ordered = sorted(groups, key=lambda k: k[:2])
+    nests = [_nest(region, tuple(groups[key]), order, recompute) for key in ordered]
     outside = {n for nest in nests for n in nest.inputs}
     return tuple(replace(n, results=tuple(r for r in n.stored if r in outside | {*n.results})) for n in nests)
 
 
-def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int], again: bool) -> Nest:
+def _nest(region: Region, exits: tuple[Exit, ...], order: Mapping[fx.Node, int], recompute: bool) -> Nest:
     ends = [e.node for e in exits]
     inside = _slice(region, ends, region.statistics - set(ends))
     inside -= region.statistics - set(ends)
     paths = tuple(map(stored_behind, ends))
     inside |= {node for path in paths for node in path}
     for node in [n for end in inside for n in end.all_input_nodes if n not in inside]:
-        inside |= _computed(node) if again else set()
+        inside |= _computed(node) if recompute else set()
     nodes = sorted(inside, key=order.__getitem__)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     nest = Nest(exits, paths, tuple(nodes), tuple(inputs), ())

@@ -82,9 +82,16 @@ def regions(graph: fx.Graph) -> list[Region | tuple[fx.Node, str]]:
     products = [n for t in PRODUCTS for n in graph.find_nodes(op="call_function", target=t) if is_scores(n)]
     order = {node: number for number, node in enumerate(graph.nodes)} if products else {}
     pending, results = sorted(products, key=order.__getitem__), list[Region | tuple[fx.Node, str]]()
+    below = _below(pending, order)
+
+    def beside(node: fx.Node) -> list[fx.Node]:
+        near = (n for n in (*node.all_input_nodes, *node.users) if n in below)
+        return [n for n in near if elements(n) == elements(node)]
+
     while pending:
         first = pending[0]
-        inside, seeds = _connected(first, pending, order)
+        inside = reached([first], beside)
+        seeds = inside.intersection(pending)
         pending = [p for p in pending if p not in seeds]
         try:
             region = _region(sorted(seeds, key=order.__getitem__), inside, order)
@@ -140,28 +147,20 @@ def is_reduction(node: fx.Node) -> bool:
     return spec is not None and spec.kind is Kind.REDUCTION
 
 
-def _connected(
-    first: fx.Node, products: Sequence[fx.Node], order: Mapping[fx.Node, int]
-) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Return the values of the size of the scores that are connected with a product, and the products among
-    them. Only what is computed from products connects them: no bias that several of them read, and no
-    gradient that is accumulated from several attentions."""
-    size = elements(first)
+def _below(products: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """Return the values of the size of scores that are computed from products, each with these products. A
+    gradient that is accumulated from several attentions is none: it does not connect them."""
 
     def readers(node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.users if elements(n) == size and is_pointwise(n)]
+        return [n for n in node.users if elements(n) == elements(node) and is_pointwise(n)]
 
-    seeds = {n for n in products if elements(n) == size}
-    below: dict[fx.Node, frozenset[fx.Node]] = {}  # the products from which a value is computed
-    for node in sorted(reached(seeds, readers), key=order.__getitem__):
+    below = {node: frozenset({node}) for node in products}
+    for node in sorted(reached(products, readers) - below.keys(), key=order.__getitem__):
         parts = [below[n] for n in node.all_input_nodes if n in below]
         is_gradient = node.target is _aten.add.Tensor and node.meta.get("partitioner_tag") == BACKWARD
-        if node in seeds:
-            below[node] = frozenset({node})
-        elif parts and not (is_gradient and len(parts) == 2 and parts[0].isdisjoint(parts[1])):
+        if parts and not (is_gradient and len(parts) == 2 and parts[0].isdisjoint(parts[1])):
             below[node] = frozenset().union(*parts)
-    inside = reached([first], lambda n: [i for i in (*n.all_input_nodes, *n.users) if i in below])
-    return inside, inside & seeds
+    return below
 
 
 def _region(products: Sequence[fx.Node], scores: set[fx.Node], order: dict[fx.Node, int]) -> Region | None:
