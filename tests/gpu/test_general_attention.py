@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.chains.variants import VARIANTS, Shape
-from fusion_compiler.passes.nests import region
 from tests.exactness import not_as_close
 from tests.passes.test_general_attention import (
     MASKED,
@@ -61,10 +60,7 @@ def test_calls_with_a_mask(name: str) -> None:
 
 @pytest.mark.parametrize("length", [300, 1024])
 @pytest.mark.parametrize("code", [added, added_to_capped, capped_with_added, two_layers])
-def test_gradients_of_a_bias_that_is_as_large_as_scores(
-    code: Code, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(region, "STORES_GRADIENTS", True)
+def test_gradients_of_a_bias_that_is_as_large_as_scores(code: Code, length: int) -> None:
     shape = Shape(1, 4, length, dtype=torch.bfloat16, device="cuda")
     inputs = [*shape.inputs(), shape.normal(1, 4, length, length)]
     compiled: Any = fc.compile(code, strict=True, disable=("fused attention",))

@@ -19,7 +19,6 @@ from benchmarks.chains.variants import VARIANTS, Shape, Variant
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
-from fusion_compiler.passes.nests import region
 from fusion_compiler.passes.nests.attention import RULE
 from fusion_compiler.passes.rewrites import masked_attention
 from fusion_compiler.schedule.uneven_widths import in_powers_of_two
@@ -357,10 +356,7 @@ def capped_with_added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("code", [added, added_to_capped, capped_with_added, two_layers])
 @pytest.mark.parametrize("backend", ["eager", "interpret"])
 @pytest.mark.sample(5)
-def test_a_nest_stores_the_gradient_of_a_bias_that_is_as_large_as_scores(
-    code: Run, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(region, "STORES_GRADIENTS", True)
+def test_a_nest_stores_the_gradient_of_a_bias_that_is_as_large_as_scores(code: Run, backend: Any) -> None:
     inputs = [x.detach() for x in (*Shape(1, 2, 70, 16, 16).inputs(), torch.randn(1, 2, 70, 70))]
     inputs = [x.bfloat16().requires_grad_() for x in inputs]
     compiled = fc.compile(code, backend=backend, disable=("fused attention",), strict=True)
@@ -465,12 +461,9 @@ def called(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("code", [biased, called])
 @pytest.mark.parametrize(("batch", "of_bias"), [(2, 2), (2, 1), (1, 1)])
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_library_computes_gradients_of_masks_that_are_as_large_as_scores(
+def test_a_bias_of_any_size_is_a_nest_with_and_without_a_gradient(
     code: Run, batch: int, of_bias: int, trained: bool
 ) -> None:
     q, k, v = (torch.empty(batch, 4, 256, 32, dtype=torch.half, requires_grad=True) for _ in range(3))
     bias = torch.empty(of_bias, 4, 256, 256, dtype=torch.half, requires_grad=trained)
-    report = str(fc.explain(code, q, k, v, bias))
-    is_call = trained and of_bias == batch
-    assert ("as large as the scores" in report) == (is_call)
-    assert ("general attention: done" in report) == (not is_call)
+    assert "general attention: done" in str(fc.explain(code, q, k, v, bias))

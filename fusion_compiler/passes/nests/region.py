@@ -38,7 +38,6 @@ from fusion_compiler.passes.rewrites.masked_attention import LEAST_GAIN
 _aten = torch.ops.aten
 PRODUCTS = (_aten.bmm.default, _aten.baddbmm.default)
 FORWARD, BACKWARD = "is_forward", "is_backward"
-STORES_GRADIENTS = False  # of scores that others read: the kernel of that has not run on a GPU yet
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _stored(ends: Iterable[fx.Node], scores: set[fx.Node]) -> list[fx.Node]:
         for read in node.all_input_nodes:
             if read not in scores or is_reduction(node) or node.target in PRODUCTS:
                 continue
-            if read.meta.get("partitioner_tag") != BACKWARD or not STORES_GRADIENTS:
+            if read.meta.get("partitioner_tag") != BACKWARD:
                 raise Refused(f"{node.name} also reads {read.name}, which would have to be stored")
             stored[read] = None
     return list(stored)

@@ -14,8 +14,7 @@ import math
 import torch
 from torch import fx
 
-from fusion_compiler.capture.graphs import ancestors, arguments, emit, is_trained, stored_in_order
-from fusion_compiler.ir.dims import product
+from fusion_compiler.capture.graphs import arguments, emit, stored_in_order
 from fusion_compiler.ir.graph_pass import Pass
 from fusion_compiler.ir.loops import MOST_FEATURES
 from fusion_compiler.ops.decompositions.tensors import hinted
@@ -53,9 +52,6 @@ def refusal(query: fx.Node, key: fx.Node, value: fx.Node, mask: fx.Node) -> str:
         return f"heads of {widest} are wider than {MOST_FEATURES}"
     if rows * keys < LEAST_GAIN * (rows + keys) * width:
         return "its scores are few beside queries and keys"
-    of_mask, of_scores = mask.meta["val"].shape, (*q.shape[:2], q.shape[2], k.shape[2])
-    if product(map(hinted, of_mask)) == product(map(hinted, of_scores)) and is_trained(ancestors(mask)):
-        return "the gradient of its mask is as large as the scores"
     return ""
 
 
