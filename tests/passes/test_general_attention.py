@@ -338,6 +338,23 @@ def test_what_has_no_index_in_a_nest_is_read_from_memory() -> None:
     assert not wrong and notes_of(compiled)[-1].startswith("done"), wrong
 
 
+def looked_up(q: Tensor, k: Tensor, v: Tensor, r: Tensor, index: Tensor) -> Tensor:
+    """Add products with relative positions, looked up by distance, as DeBERTa does."""
+    return (q @ k.mT * 0.25 + (q @ r.mT).gather(-1, index)).softmax(-1) @ v
+
+
+def test_a_product_that_is_looked_up_is_stored() -> None:
+    inputs = [*SMALL.inputs(), torch.randn(2, 3, 37, 8, requires_grad=True)]
+    inputs.append(torch.randint(0, 37, (2, 3, 37, 37)))
+    compiled = general_of(looked_up)
+    ours, eager, truth = run_all(compiled, looked_up, inputs)
+    assert not any(not_as_close(*each) for each in zip(ours, eager, truth, strict=True))
+    assert notes_of(compiled)[-1].startswith("done")
+    nodes = [node for body in bodies_of(compiled).values() for node in body.nodes.values()]
+    assert torch.ops.aten.exp.default in {node.target for node in nodes}
+    assert torch.ops.aten.gather.default not in {node.target for node in nodes}
+
+
 # -- gradients of scores that others read -----------------------------------------------------------------
 
 

@@ -405,6 +405,8 @@ def test_rows_are_ordered_where_no_result_shows_it() -> None:
 
     assert strides(lambda x, w: (F.linear(torch.relu(x), w),))
     assert strides(lambda x, w: (F.layer_norm(x * 2, (5,)),))
+    assert strides(lambda x, w: (torch.matmul(x * 2, w.t()),))  # folded, and so copied
+    assert not strides(lambda x, w: (torch.bmm(x * 2, w.t().expand(2, 5, 4)),))
     assert not strides(lambda x, w: (x + 1,))
     assert not strides(lambda x, w: (F.linear(y := x + 1, w), y * 2, y.chunk(2, 1)[0]))
     assert not strides(lambda x, w: ((x * 2).movedim(-1, 1),))  # in row order itself, and a view

@@ -29,6 +29,7 @@ from fusion_compiler.ir.loops import MOST_FEATURES
 from fusion_compiler.ir.walk import reached
 from fusion_compiler.ops.decompositions.tensors import hinted
 from fusion_compiler.ops.dims import reduced_dims
+from fusion_compiler.ops.lookups import looks_up
 from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.schema import HALVES
 from fusion_compiler.ops.table import Kind, spec_of
@@ -148,10 +149,12 @@ def is_reduction(node: fx.Node) -> bool:
 
 def _below(products: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[fx.Node]]:
     """Return the values of the size of scores that are computed from products, each with these products. A
-    gradient that is accumulated from several attentions is none: it does not connect them."""
+    gradient that is accumulated from several attentions is none: it does not connect them. Nor is what a
+    lookup reads: a nest would compute a product again at each index, without tensor cores."""
 
     def readers(node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.users if elements(n) == elements(node) and is_pointwise(n)]
+        same = (n for n in node.users if elements(n) == elements(node) and is_pointwise(n))
+        return [n for n in same if not looks_up(n.target)]
 
     below = {node: frozenset({node}) for node in products}
     for node in sorted(reached(products, readers) - below.keys(), key=order.__getitem__):

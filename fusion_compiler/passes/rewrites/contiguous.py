@@ -18,7 +18,9 @@ from torch._ops import OpOverload
 
 from fusion_compiler.ir.decision import Decisions
 from fusion_compiler.ir.graph_pass import Pass
+from fusion_compiler.ir.layout import is_view_node
 from fusion_compiler.ir.walk import reached
+from fusion_compiler.ops.products import factors_of
 from fusion_compiler.ops.table import Kind, spec_of
 from fusion_compiler.passes.rewrites.engine import Nodes, Site, edited
 
@@ -29,7 +31,7 @@ RANK = 3  # (batch, length, features): images keep channels-last, which convolut
 
 def make_activations_contiguous(gm: fx.GraphModule) -> tuple[fx.GraphModule, Decisions]:
     """Store by rows the results of element-wise ops of `gm` that would be in another order."""
-    starts = [node for node in gm.graph.nodes if _starts_stream(node) and not shows(node)]
+    starts = [n for n in gm.graph.nodes if _starts_stream(n) and _is_read_by_rows(n) and not shows(n)]
     return edited(gm, [Site(RULE, node.name, functools.partial(_store_by_rows, node)) for node in starts])
 
 
@@ -47,6 +49,18 @@ def _starts_stream(node: fx.Node) -> bool:
     if not _is_transposed(node) or not _is_elementwise(node):
         return False
     return not any(_is_elementwise(source) and _is_transposed(source) for source in node.all_input_nodes)
+
+
+def _is_read_by_rows(node: fx.Node) -> bool:
+    """True unless each reader takes transposed factors, as bmm does, or is a view in row order."""
+
+    def takes_columns(reader: fx.Node) -> bool:
+        factors = factors_of(reader.target)
+        if factors is not None and factors.rank is not None:  # matmul and linear copy what they fold
+            return True
+        return is_view_node(reader) and reader.meta["val"].stride(-1) == 1
+
+    return not all(map(takes_columns, node.users))
 
 
 def shows(node: fx.Node) -> bool:
