@@ -20,7 +20,8 @@ exponential of -inf - -inf would be NaN. Rows that are -inf to the end become Na
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -30,7 +31,7 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import ChainEmitter, Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, read_end, read_range, spans_of
+from fusion_compiler.codegen.live_loops import Span, around_seen, read_end, read_range, spans_of
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine, Range
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -180,33 +181,27 @@ class CarryingEmitter(ChainEmitter):
 
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
         bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
-        live = [] if bounds is None else [bound for _, of_part in bounds.values() for bound in of_part]
-        spans = [] if bounds is None else self.read_spans(loop, spans_of(self, loop, live), bounds)
-        values = {} if bounds is None else {n: value for n, (value, of_part) in bounds.items() if of_part}
+        spans, seen = ([], {}) if bounds is None else self.read_spans(loop, bounds)
+        values = {n: value for n, (value, of_part) in (bounds or {}).items() if of_part}
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
             self.holding = values if span is not None and span.is_full else {}
+            self.holding = {**self.holding, **(seen if span is not None and span.is_seen else {})}
             yield
         self.span, self.holding = None, {}
 
-    def read_spans(self, loop: Leaf, spans: list[Span], bounds: Bounds) -> list[Span]:
-        """Return the parts of a loop, without what lies before or behind all that masks in memory show."""
+    def read_spans(self, loop: Leaf, bounds: Bounds) -> tuple[list[Span], Mapping[int, bool]]:
+        """Return the parts of a loop, without what lies before or behind all that masks in memory show, and
+        the conditions of these masks in the part without any."""
+        spans = spans_of(self, loop, [bound for _, of_part in bounds.values() for bound in of_part])
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
         last, seen = read_end(self, loop, read), read_range(self, loop, read)
-        parts = spans or [Span(lift(0), lift(self.where.axes[loop.axis].size), False)]
+        ends = [] if last is None else [last]
         if seen is not None:
-            first, end = seen
-            parts = [
-                replace(
-                    part,
-                    start=first if part.start == lift(0) else tl.maximum(part.start, first),
-                    end=tl.minimum(part.end, end),
-                )
-                for part in parts
-            ]
-        if last is not None:
-            parts = [replace(p, end=tl.minimum(p.end, last)) for p in parts]
-        return spans if seen is None and last is None else parts
+            return around_seen(self, loop, spans, seen, ends), seen.conditions
+        if ends:
+            spans = spans or [Span(lift(0), lift(self.where.axes[loop.axis].size), False)]
+        return [span.within(None, *ends) for span in spans], {}
 
     def bounds(self, numbers: Sequence[int]) -> Bounds:
         """Return the conditions that hold for every term that changes any of some reductions."""
@@ -222,6 +217,20 @@ class CarryingEmitter(ChainEmitter):
         if self.span is None or self.span[0] != loop:
             return values
         return replace(values, start=self.span[1].start, end=self.span[1].end)
+
+    @contextmanager
+    def inside_loops(self, leaves: Iterable[Leaf]) -> Generator[None]:
+        leaves = tuple(leaves)
+        with super().inside_loops(leaves):
+            if self.span is None or self.span[0] not in leaves or self.span[1].hole is None:
+                yield
+                return
+            loop, (first, size) = self.span[0], self.span[1].hole
+            turn, name = self.loop_variables[loop.name], f"block_{self.where.axes[loop.axis].name}"
+            place = tl.multiple_of(turn + tl.where(turn < first, 0, size), loop.step)
+            self.fixed_numbers[loop.name] = self.let(name, place)
+            yield
+            del self.fixed_numbers[loop.name]
 
     def literal(self, number: int) -> float | bool | None:
         return self.holding[number] if number in self.holding else super().literal(number)

@@ -5,7 +5,8 @@ for the blocks in which no element is masked.
     for first_j in tl.range(i_o * 128, i_o * 128 + 128, 64): ...       and here somewhere
 
 Other masks, such as those of documents, are read before the loop, many elements at once: it begins at the
-first element that some row of the program may see, and ends behind the last one.
+first element that some row of the program may see, and ends behind the last one. If all rows see all elements
+between the two, a loop without any mask goes through these, and another one through the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, cast
 from fusion_compiler.codegen.placed import Emitter
 from fusion_compiler.codegen.tile import Assign
 from fusion_compiler.ir.loops import Compute, Reduce, Value, with_operands
-from fusion_compiler.ops.syntax import Expression, Global, Literal, lift, tl
+from fusion_compiler.ops.syntax import Expression, Global, Literal, Var, lift, tl
 from fusion_compiler.schedule.live_blocks import OPPOSITES, Bound
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, Place, Placement, Split
@@ -88,11 +89,25 @@ class Edges:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a loop. is_full: no element of its blocks is masked."""
+    """A part of a loop.
+
+    is_full: no mask of places leaves out an element of its blocks. is_seen: nor does one that was read.
+    hole: where the part has a hole, and the size of that; `end` is less by the size.
+    """
 
     start: Expression
     end: Expression
     is_full: bool
+    is_seen: bool = False
+    hole: tuple[Expression, Expression] | None = None
+
+    def within(self, start: Expression | None, *ends: Expression) -> Span:
+        """Return the part of a span behind a start and before some ends."""
+        if start is None or self.start == lift(0):
+            first = self.start if start is None else start
+        else:
+            first = tl.maximum(self.start, start)
+        return replace(self, start=first, end=functools.reduce(tl.minimum, ends, self.end))
 
 
 def spans_of(e: Emitter, loop: Leaf, bounds: Iterable[Bound]) -> list[Span]:
@@ -176,7 +191,8 @@ class Test:
     row: int = 0
 
     def expression(self, e: Emitter, least: Expression | None, most: Expression | None) -> Expression:
-        """Return the condition for the elements that are emitted. least, most: of `row`."""
+        """Return the condition for the elements that are emitted. least, most: of `row`. If they are
+        exchanged, the condition is that all rows of the program see an element."""
         column = e.tile(self.column).value
         if self.compare is None or least is None or most is None:
             return column if self.value else column.eq(lift(False))
@@ -194,11 +210,24 @@ _MIRRORED: Mapping[object, Callable[[Any, Any], Any]] = {  # by a comparison, th
 }
 
 
-def read_range(
-    e: Emitter, loop: Leaf, conditions: Mapping[int, bool]
-) -> tuple[Expression, Expression] | None:
-    """Emit the reading of masks before a loop. Return where the block begins with the first element that some
-    row may see, and the place behind the last such element; None if no condition tells that.
+@dataclass(frozen=True)
+class Seen:
+    """What masks in memory show of a loop's axis.
+
+    start, end: the block begins there with the first element that some row may see, and behind the last one.
+    full_start, full_end: blocks in which all rows see all elements; none if the end is not behind the start.
+    conditions: by the node of a condition that holds in these blocks, its value there.
+    """
+
+    start: Expression
+    end: Expression
+    full_start: Expression
+    full_end: Expression
+    conditions: Mapping[int, bool]
+
+
+def read_range(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Seen | None:
+    """Emit the reading of masks before a loop. Return what they show; None if no condition tells that.
 
     conditions: by the node of a condition, the value that it has wherever a row sees an element.
     """
@@ -206,22 +235,53 @@ def read_range(
     lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
     if not isinstance(size, int) or len(leaves) != 2 or len(lanes) != 1 or loop.name not in e.where.steps:
         return None
-    tests = [t for number, value in conditions.items() if (t := _test_of(e, lanes[0], number, value))]
+    tests = {n: t for n, value in conditions.items() if (t := _test_of(e, lanes[0], n, value))}
     if not tests:
         return None
-    extremes = [_extremes_of_rows(e, test) for test in tests]
-    name = e.where.axes[loop.axis].name
+    extremes = [_extremes_of_rows(e, test) for test in tests.values()]
+    name, block = e.where.axes[loop.axis].name, loop.step
     first, end = e.state(f"first_seen_{name}", lift(size)), e.state(f"end_seen_{name}", lift(0))
+    count = e.state(f"seen_by_all_{name}", lift(0))
     with _scanning(e, loop) as (scan, lane), e.inside_loops([scan]), e.dimensions((lane,)):
-        seen, *others = (t.expression(e, *of) for t, of in zip(tests, extremes, strict=True))
-        for other in others:
-            seen = seen & other
-        seen = e.let("seen", seen)
+        inside = e.inside(frozenset({loop.axis}))
+        bounds = [] if inside is None else [inside.value]
+        by_some = [t.expression(e, *of) for t, of in zip(tests.values(), extremes, strict=True)]
+        by_all = [t.expression(e, *reversed(of)) for t, of in zip(tests.values(), extremes, strict=True)]
+        seen = e.let("seen", functools.reduce(operator.and_, [*by_some, *bounds]))
+        by_all = e.let("by_all", functools.reduce(operator.and_, [*by_all, *bounds]))
         place, _ = e.coordinate(loop.axis)
         assert place is not None
         e.add(Assign((first,), tl.minimum(first, tl.min(tl.where(seen, place.value, size)))))
         e.add(Assign((end,), tl.maximum(end, tl.max(tl.where(seen, place.value + 1, 0)))))
-    return e.let(f"start_{name}", first // loop.step * loop.step), end
+        e.add(Assign((count,), count + tl.sum(tl.where(by_all, 1, 0))))
+    full_end = tl.where(count.eq(end - first), end // block * block, 0)
+    return Seen(
+        e.let(f"start_{name}", first // block * block),
+        end,
+        e.let(f"full_start_{name}", (first + (block - 1)) // block * block),
+        e.let(f"full_end_{name}", full_end),
+        {number: conditions[number] for number in tests},
+    )
+
+
+def around_seen(e: Emitter, loop: Leaf, spans: list[Span], seen: Seen, ends: list[Expression]) -> list[Span]:
+    """Return the parts of a loop, within what masks in memory show: the blocks without any mask are one, and
+    all others are another one. ends: further places at which the loop may end."""
+    ends = [seen.end, *ends]
+    inner = next((span for span in spans if span.is_full), None)
+    if spans and inner is None:
+        return [span.within(seen.start, *ends) for span in spans]
+    name, whole = e.where.axes[loop.axis].name, Span(lift(0), lift(e.where.axes[loop.axis].size), False)
+    full = (inner or whole).within(seen.full_start, seen.full_end, *ends[1:])
+    start = full.start if isinstance(full.start, Var) else e.let(f"bare_start_{name}", full.start)
+    end = e.let(f"bare_end_{name}", tl.maximum(start, full.end))
+    first, last = (spans[0], spans[-1]) if spans else (whole, whole)
+    rest = Span(first.start, last.end, False).within(seen.start, *ends)
+    size = e.let(f"bare_{name}", end - start)
+    return [
+        Span(start, end, full.is_full, is_seen=True),
+        replace(rest, end=rest.end - size, hole=(start, size)),
+    ]
 
 
 def read_end(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Expression | None:

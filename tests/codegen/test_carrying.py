@@ -167,7 +167,7 @@ def test_blocks_that_no_query_sees_are_not_visited(name: str, blocks: tuple[int,
         assert out.isfinite().all()
 
 
-def read_mask(target: str, holds: Callable[[Tensor, Tensor], Tensor]) -> Variant:
+def read_mask(target: str, holds: Callable[[Tensor, Tensor], Tensor], is_causal: bool = True) -> Variant:
     """Return scores where numbers of a row and of a key, which lie in memory, compare in some way."""
 
     def mask(nest: Chain) -> Value:
@@ -177,7 +177,8 @@ def read_mask(target: str, holds: Callable[[Tensor, Tensor], Tensor]) -> Variant
     def plain(i: Tensor, j: Tensor, of_i: Tensor, of_j: Tensor) -> Tensor:
         return holds(of_i[:, None, :, None], of_j[:, None, None, :])
 
-    return nests.masked(nests.causal(nests.scaled(0.25)), mask, plain, of_i="bi", of_j="bj")
+    scores = nests.scaled(0.25)
+    return nests.masked(nests.causal(scores) if is_causal else scores, mask, plain, of_i="bi", of_j="bj")
 
 
 READ = {
@@ -215,13 +216,33 @@ def test_masks_of_keys_bound_a_loop(is_hidden: bool) -> None:
         return (keys != is_hidden)[:, None, None, :]
 
     variant = nests.masked(nests.scaled(0.25), mask, plain, keys="bj")
-    nest = nests.attention(variant, torch.float32, 3, 2, 48, 16, 120, 16)
-    shown = torch.zeros(3, 120, dtype=torch.bool)
+    nest = nests.attention(variant, torch.float32, 4, 2, 48, 16, 120, 16)
+    shown = torch.zeros(4, 120, dtype=torch.bool)
     shown[0, 37:90] = torch.rand(53) < 0.5
     shown[1, 100:] = True
+    shown[2, : random.randint(1, 120)] = True
     tensors = drawn(nest) | {"keys": shown != is_hidden}
     compare(variant, nest, placement(16, 16), tensors)
     assert "first_seen" in built(nest, placement(16, 16)).kernels[0].source
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("target", ["eq.Tensor", "ge.Tensor", "lt.Tensor"])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("length", [96, 120, 200])
+def test_blocks_that_all_rows_see_are_a_loop_without_masks(
+    target: str, is_causal: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few documents, of which some end within a block of rows."""
+    monkeypatch.setattr(live_loops, "SCANNED", 64)
+    variant = read_mask(target, READ[target], is_causal)
+    nest = nests.attention(variant, torch.float32, 3, 1, length, 16, length, 16)
+    place, ends = placement(16, 16), torch.randint(0, length, (3, 2))
+    documents = sum(torch.arange(length) >= end for end in ends.split(1, dim=1)).to(torch.int64)
+    of_keys = documents if target == "eq.Tensor" else documents * 2 - 1
+    compare(variant, nest, place, drawn(nest) | {"of_i": documents, "of_j": of_keys})
+    *_, bare, rest = built(nest, place).kernels[0].source.split("in tl.range(")
+    assert bare.count("where") < rest.count("where")
 
 
 def test_blocks_before_and_behind_all_documents_of_a_program_are_not_visited() -> None:
