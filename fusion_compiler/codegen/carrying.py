@@ -20,8 +20,7 @@ exponential of -inf - -inf would be NaN. Rows that are -inf to the end become Na
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -29,11 +28,11 @@ import torch
 
 from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
-from fusion_compiler.codegen.chains import ChainEmitter, Goal
+from fusion_compiler.codegen.chains import Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, around_seen, read_end, read_range, spans_of
+from fusion_compiler.codegen.live_loops import Span, SpanEmitter, around_seen, read_end, read_range, spans_of
 from fusion_compiler.codegen.second_stages import Partial
-from fusion_compiler.codegen.tile import Assign, Combine, Range
+from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.values import PlacedNest, Tile
 from fusion_compiler.ir.loops import (
     Compute,
@@ -71,14 +70,14 @@ class Running:
     depth: int
 
 
-class CarryingEmitter(ChainEmitter):
+class CarryingEmitter(SpanEmitter):
     """Emits a nest in which some reductions are carried.
 
     bases: the maxima and minima that they read. waits: the bases that each node depends on. running: the open
     loop's bases. dots: the products of two tiles.
     used: by node, the dimensions in which a tile of it was emitted, and is reshaped for others.
     plain, rescaled: the sums that others read as they were before a block, and these, with their dimensions.
-    span: the part of a loop that is emitted. holding: the values that conditions have in it.
+    holding: the values that conditions have in the part of a loop that is emitted.
     narrow: nodes that are only compared or become floating point; as positions they need no 64 bits.
     scores: nodes that only maxima and exponentials of differences read.
     """
@@ -100,7 +99,6 @@ class CarryingEmitter(ChainEmitter):
         others = {o for node, o in readers if not _takes_any_integer(node)}
         self.narrow = frozenset() if self.wide else {o for _, o in readers} - others
         self.scores = _scores(self.loops)
-        self.span: tuple[Leaf, Span] | None = None
         self.holding: Mapping[int, bool] = {}
         self.plain_maxima = plain_peaks(self.loops, carried)
 
@@ -195,7 +193,7 @@ class CarryingEmitter(ChainEmitter):
         the conditions of these masks in the part without any."""
         spans = spans_of(self, loop, [bound for _, of_part in bounds.values() for bound in of_part])
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
-        last, seen = read_end(self, loop, read), read_range(self, loop, read)
+        last, seen = read_end(self, loop, read), read_range(self, loop, spans, read)
         ends = [] if last is None else [last]
         if seen is not None:
             return around_seen(self, loop, spans, seen, ends), seen.conditions
@@ -212,32 +210,8 @@ class CarryingEmitter(ChainEmitter):
             common = bounds if common is None else {n: b for n, b in common.items() if bounds.get(n) == b}
         return common or {}
 
-    def values_of(self, loop: Leaf) -> Range:
-        values = super().values_of(loop)
-        if self.span is None or self.span[0] != loop:
-            return values
-        return replace(values, start=self.span[1].start, end=self.span[1].end)
-
-    @contextmanager
-    def inside_loops(self, leaves: Iterable[Leaf]) -> Generator[None]:
-        leaves = tuple(leaves)
-        with super().inside_loops(leaves):
-            if self.span is None or self.span[0] not in leaves or self.span[1].hole is None:
-                yield
-                return
-            loop, (first, size) = self.span[0], self.span[1].hole
-            turn, name = self.loop_variables[loop.name], f"block_{self.where.axes[loop.axis].name}"
-            place = tl.multiple_of(turn + tl.where(turn < first, 0, size), loop.step)
-            self.fixed_numbers[loop.name] = self.let(name, place)
-            yield
-            del self.fixed_numbers[loop.name]
-
     def literal(self, number: int) -> float | bool | None:
         return self.holding[number] if number in self.holding else super().literal(number)
-
-    def inside(self, axes: frozenset[int]) -> Tile | None:
-        is_full = self.span is not None and self.span[1].is_full
-        return super().inside(axes - {self.span[0].axis} if self.span is not None and is_full else axes)
 
     # -- reductions ----------------------------------------------------------------------------------------
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from fusion_compiler.codegen.chains import ChainEmitter
 from fusion_compiler.codegen.placed import Emitter
-from fusion_compiler.codegen.tile import Assign
+from fusion_compiler.codegen.tile import Assign, Range
+from fusion_compiler.codegen.values import Tile
 from fusion_compiler.ir.loops import Compute, Reduce, Value, with_operands
 from fusion_compiler.ops.syntax import Expression, Global, Literal, Var, lift, tl
 from fusion_compiler.schedule.live_blocks import OPPOSITES, Bound
@@ -108,6 +110,36 @@ class Span:
         else:
             first = tl.maximum(self.start, start)
         return replace(self, start=first, end=functools.reduce(tl.minimum, ends, self.end))
+
+
+class SpanEmitter(ChainEmitter):
+    """Emits loops in parts. span: the loop and the part of it that is emitted."""
+
+    span: tuple[Leaf, Span] | None = None
+
+    def values_of(self, loop: Leaf) -> Range:
+        values = super().values_of(loop)
+        if self.span is None or self.span[0] != loop:
+            return values
+        return replace(values, start=self.span[1].start, end=self.span[1].end)
+
+    @contextmanager
+    def inside_loops(self, leaves: Iterable[Leaf]) -> Generator[None]:
+        leaves = tuple(leaves)
+        with super().inside_loops(leaves):
+            if self.span is None or self.span[0] not in leaves or self.span[1].hole is None:
+                yield
+                return
+            loop, (first, size) = self.span[0], self.span[1].hole
+            turn, name = self.loop_variables[loop.name], f"block_{self.where.axes[loop.axis].name}"
+            place = tl.multiple_of(turn + tl.where(turn < first, 0, size), loop.step)
+            self.fixed_numbers[loop.name] = self.let(name, place)
+            yield
+            del self.fixed_numbers[loop.name]
+
+    def inside(self, axes: frozenset[int]) -> Tile | None:
+        is_full = self.span is not None and self.span[1].is_full
+        return super().inside(axes - {self.span[0].axis} if self.span is not None and is_full else axes)
 
 
 def spans_of(e: Emitter, loop: Leaf, bounds: Iterable[Bound]) -> list[Span]:
@@ -226,10 +258,13 @@ class Seen:
     conditions: Mapping[int, bool]
 
 
-def read_range(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Seen | None:
+def read_range(
+    e: SpanEmitter, loop: Leaf, spans: Sequence[Span], conditions: Mapping[int, bool]
+) -> Seen | None:
     """Emit the reading of masks before a loop. Return what they show; None if no condition tells that.
 
-    conditions: by the node of a condition, the value that it has wherever a row sees an element.
+    spans: the parts of the loop, in order. conditions: by the node of a condition, the value that it has
+    wherever a row sees an element.
     """
     size, leaves = e.where.axes[loop.axis].size, e.where.leaves[loop.axis]
     lanes = [leaf for leaf in leaves if leaf.place is Place.LANES]
@@ -240,20 +275,24 @@ def read_range(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Seen |
         return None
     extremes = [_extremes_of_rows(e, test) for test in tests.values()]
     name, block = e.where.axes[loop.axis].name, loop.step
-    first, end = e.state(f"first_seen_{name}", lift(size)), e.state(f"end_seen_{name}", lift(0))
-    count = e.state(f"seen_by_all_{name}", lift(0))
-    with _scanning(e, loop) as (scan, lane), e.inside_loops([scan]), e.dimensions((lane,)):
-        inside = e.inside(frozenset({loop.axis}))
-        bounds = [] if inside is None else [inside.value]
-        by_some = [t.expression(e, *of) for t, of in zip(tests.values(), extremes, strict=True)]
-        by_all = [t.expression(e, *reversed(of)) for t, of in zip(tests.values(), extremes, strict=True)]
-        seen = e.let("seen", functools.reduce(operator.and_, [*by_some, *bounds]))
-        by_all = e.let("by_all", functools.reduce(operator.and_, [*by_all, *bounds]))
-        place, _ = e.coordinate(loop.axis)
-        assert place is not None
-        e.add(Assign((first,), tl.minimum(first, tl.min(tl.where(seen, place.value, size)))))
-        e.add(Assign((end,), tl.maximum(end, tl.max(tl.where(seen, place.value + 1, 0)))))
-        e.add(Assign((count,), count + tl.sum(tl.where(by_all, 1, 0))))
+    with _scanning(e, loop, spans) as (scan, lane):
+        first = e.state("first_seen", tl.full((lane.lanes,), size, tl.int32))
+        end = e.state("end_seen", tl.full((lane.lanes,), 0, tl.int32))
+        count = e.state("seen_by_all", tl.full((lane.lanes,), 0, tl.int32))
+        with e.inside_loops([scan]), e.dimensions((lane,)):
+            inside = e.inside(frozenset({loop.axis}))
+            bounds = [] if inside is None else [inside.value]
+            by_some = [t.expression(e, *of) for t, of in zip(tests.values(), extremes, strict=True)]
+            by_all = [t.expression(e, *reversed(of)) for t, of in zip(tests.values(), extremes, strict=True)]
+            seen = e.let("seen", functools.reduce(operator.and_, [*by_some, *bounds]))
+            is_full = functools.reduce(operator.and_, [*by_all, *bounds])
+            place, _ = e.coordinate(loop.axis)
+            assert place is not None
+            e.add(Assign((first,), tl.minimum(first, tl.where(seen, place.value, size))))
+            e.add(Assign((end,), tl.maximum(end, tl.where(seen, place.value + 1, 0))))
+            e.add(Assign((count,), count + tl.where(is_full, 1, 0)))
+    first, end = e.let(f"seen_start_{name}", tl.min(first)), e.let(f"seen_end_{name}", tl.max(end))
+    count = e.let(f"seen_count_{name}", tl.sum(count))
     full_end = tl.where(count.eq(end - first), end // block * block, 0)
     return Seen(
         e.let(f"start_{name}", first // block * block),
@@ -340,7 +379,7 @@ def _extremes_of_rows(e: Emitter, test: Test) -> tuple[Expression | None, Expres
 
 
 @contextmanager
-def _scanning(e: Emitter, loop: Leaf) -> Generator[tuple[Leaf, Leaf]]:
+def _scanning(e: SpanEmitter, loop: Leaf, spans: Sequence[Span]) -> Generator[tuple[Leaf, Leaf]]:
     """Place a loop's axis in larger blocks. Yield the leaf of the loop over them, and that of their lanes."""
     before, axis = e.where, e.where.axes[loop.axis]
     block = min(SCANNED, padded(cast(int, axis.size)))
@@ -350,5 +389,8 @@ def _scanning(e: Emitter, loop: Leaf) -> Generator[tuple[Leaf, Leaf]]:
     )
     e.where = PlacedAxes.of(e.loops, Placement(tuple(directives)))
     scan, lane = sorted(e.where.leaves[loop.axis], key=lambda leaf: leaf.place is Place.LANES)
+    if spans:
+        start = spans[0].start
+        e.span = scan, Span(start if start == lift(0) else start // block * block, spans[-1].end, False)
     yield scan, lane
-    e.where = before
+    e.where, e.span = before, None
