@@ -30,7 +30,18 @@ from fusion_compiler.codegen import monoids
 from fusion_compiler.codegen.carried import BlockValues
 from fusion_compiler.codegen.chains import Goal
 from fusion_compiler.codegen.expression import convert
-from fusion_compiler.codegen.live_loops import Span, SpanEmitter, around_seen, read_end, read_range, spans_of
+from fusion_compiler.codegen.live_loops import (
+    Span,
+    SpanEmitter,
+    around_seen,
+    behind_guards,
+    least_of_loop,
+    least_of_rows,
+    read_end,
+    read_range,
+    spans_of,
+    waits,
+)
 from fusion_compiler.codegen.second_stages import Partial
 from fusion_compiler.codegen.tile import Assign, Combine
 from fusion_compiler.codegen.values import PlacedNest, Tile
@@ -51,7 +62,7 @@ from fusion_compiler.ir.loops import (
 from fusion_compiler.ops.arithmetic import ADD, AND, CAST, DIV, EXP, EXP2, MUL, SUB
 from fusion_compiler.ops.syntax import PROPAGATE_NAN, Expression, Literal, Var, lift, tl
 from fusion_compiler.schedule.carried import PEAKS, Carried, plain_peaks, rescaled, step_of
-from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
+from fusion_compiler.schedule.live_blocks import Bounds, Live, live_of
 from fusion_compiler.schedule.placement import Leaf
 from fusion_compiler.schedule.shared_reductions import SharedReductions
 from fusion_compiler.schedule.tile_products import products_of
@@ -178,37 +189,71 @@ class CarryingEmitter(SpanEmitter):
     # -- loops ---------------------------------------------------------------------------------------------
 
     def spans(self, loop: Leaf, numbers: Sequence[int], goals: Sequence[Goal]) -> Iterator[None]:
-        bounds = self.bounds(numbers) if len(goals) == len(numbers) else None
-        spans, seen = ([], {}) if bounds is None else self.read_spans(loop, bounds)
-        values = {n: value for n, (value, of_part) in (bounds or {}).items() if of_part}
+        has_others = len(goals) != len(numbers)  # which need all of the loop
+        live = Live({}) if has_others else self.live(loop, numbers)
+        spans, seen, visited = ([], {}, None) if has_others else self.read_spans(loop, live.bounds)
+        values = {n: value for n, (value, of_part) in live.bounds.items() if of_part}
         for span in spans or [None]:
             self.span = None if span is None else (loop, span)
             self.holding = values if span is not None and span.is_full else {}
             self.holding = {**self.holding, **(seen if span is not None and span.is_seen else {})}
             yield
         self.span, self.holding = None, {}
+        if visited is not None and live.guards:
+            self.span = loop, behind_guards(self, loop, visited, self.least_of(loop, live.guards))
+            yield
+            self.span = None
 
-    def read_spans(self, loop: Leaf, bounds: Bounds) -> tuple[list[Span], Mapping[int, bool]]:
-        """Return the parts of a loop, without what lies before or behind all that masks in memory show, and
-        the conditions of these masks in the part without any."""
+    def read_spans(
+        self, loop: Leaf, bounds: Bounds
+    ) -> tuple[list[Span], Mapping[int, bool], Span | None]:
+        """Return the parts of a loop, without what lies before or behind all that masks in memory show; the
+        conditions of these masks in the part without any; and all parts as one."""
         spans = spans_of(self, loop, [bound for _, of_part in bounds.values() for bound in of_part])
         read = {n: value for n, (value, of_part) in bounds.items() if not of_part}
         last, seen = read_end(self, loop, read), read_range(self, loop, spans, read)
         ends = [] if last is None else [last]
-        if seen is not None:
-            return around_seen(self, loop, spans, seen, ends), seen.conditions
-        if ends:
+        if seen is not None or ends:
             spans = spans or [Span(lift(0), lift(self.where.axes[loop.axis].size), False)]
-        return [span.within(None, *ends) for span in spans], {}
+        if not spans:
+            return [], {}, None
+        start, ends = (None, ends) if seen is None else (seen.start, [seen.end, *ends])
+        visited = Span(spans[0].start, spans[-1].end, False).within(start, *ends)
+        if seen is None:
+            return [span.within(None, *ends) for span in spans], {}, visited
+        return around_seen(self, loop, spans, seen, visited, ends[1:]), seen.conditions, visited
 
-    def bounds(self, numbers: Sequence[int]) -> Bounds:
+    def live(self, loop: Leaf, numbers: Sequence[int]) -> Live:
         """Return the conditions that hold for every term that changes any of some reductions."""
-        common: Bounds | None = None
-        for node in map(self.reduction, numbers):
+        common, lowest, guards = None, set[int](), set[int]()
+        for number in numbers:
+            node = self.reduction(number)
             neutral = 0 if node.combine == "sum" else PEAKS.get(node.combine, math.nan)
-            bounds = bounds_of(self.loops, node.operand, neutral)
+            live = live_of(self.loops, node.operand, neutral)
+            lowest, guards = lowest | live.lowest, guards | live.guards
+            guards |= {number} if live.lowest and neutral else set()
+            bounds = live.bounds
             common = bounds if common is None else {n: b for n, b in common.items() if bounds.get(n) == b}
-        return common or {}
+        bounds = common or {}
+        if all(self.is_guard(loop, guard, numbers) for guard in guards):
+            return Live(bounds, frozenset(lowest), frozenset(guards if lowest & bounds.keys() else ()))
+        return Live({n: of_part for n, of_part in bounds.items() if n not in lowest})
+
+    def is_guard(self, loop: Leaf, number: int, numbers: Sequence[int]) -> bool:
+        """True of a maximum that the loop carries, and of a value of rows or of the loop's elements that is
+        known before."""
+        if number in self.bases:
+            return number in numbers
+        return not waits(self, number) and len(self.depends[number] & frozenset(self.all_lanes)) == 1
+
+    def least_of(self, loop: Leaf, guards: Iterable[int]) -> list[Expression]:
+        """Emit the smallest number of each guard in the program."""
+        of_loop = frozenset(self.where.leaves[loop.axis])
+        running = [n for n in sorted(guards) if n in self.bases]
+        moving = [n for n in sorted(guards) if n not in running and not of_loop.isdisjoint(self.depends[n])]
+        values = [self.let("least", tl.min(self.sums[n].value)) for n in running]
+        values += [least_of_rows(self, n) for n in sorted(guards) if n not in running and n not in moving]
+        return values + ([least_of_loop(self, loop, moving)] if moving else [])
 
     def literal(self, number: int) -> float | bool | None:
         return self.holding[number] if number in self.holding else super().literal(number)

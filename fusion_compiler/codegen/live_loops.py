@@ -12,6 +12,7 @@ between the two, a loop without any mask goes through these, and another one thr
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from fusion_compiler.codegen.tile import Assign, Range
 from fusion_compiler.codegen.values import Tile
 from fusion_compiler.ir.loops import Compute, Reduce, Value, with_operands
 from fusion_compiler.ops.syntax import Expression, Global, Literal, Var, lift, tl
-from fusion_compiler.schedule.live_blocks import OPPOSITES, Bound
+from fusion_compiler.schedule.live_blocks import LOWEST, OPPOSITES, Bound
 from fusion_compiler.schedule.placed_axes import PlacedAxes
 from fusion_compiler.schedule.placement import Leaf, Place, Placement, Split
 from fusion_compiler.schedule.shapes import padded
@@ -244,7 +245,7 @@ _MIRRORED: Mapping[object, Callable[[Any, Any], Any]] = {  # by a comparison, th
 
 @dataclass(frozen=True)
 class Seen:
-    """What masks in memory show of a loop's axis.
+    """The part of a loop's axis that masks in memory show.
 
     start, end: the block begins there with the first element that some row may see, and behind the last one.
     full_start, full_end: blocks in which all rows see all elements; none if the end is not behind the start.
@@ -303,24 +304,50 @@ def read_range(
     )
 
 
-def around_seen(e: Emitter, loop: Leaf, spans: list[Span], seen: Seen, ends: list[Expression]) -> list[Span]:
+def around_seen(
+    e: Emitter, loop: Leaf, spans: Sequence[Span], seen: Seen, visited: Span, ends: Iterable[Expression]
+) -> list[Span]:
     """Return the parts of a loop, within what masks in memory show: the blocks without any mask are one, and
-    all others are another one. ends: further places at which the loop may end."""
-    ends = [seen.end, *ends]
-    inner = next((span for span in spans if span.is_full), None)
-    if spans and inner is None:
-        return [span.within(seen.start, *ends) for span in spans]
-    name, whole = e.where.axes[loop.axis].name, Span(lift(0), lift(e.where.axes[loop.axis].size), False)
-    full = (inner or whole).within(seen.full_start, seen.full_end, *ends[1:])
+    all others are another one. visited: both as one. ends: further places at which the loop may end."""
+    size = lift(e.where.axes[loop.axis].size)
+    is_all = len(spans) == 1 and (spans[0].start, spans[0].end) == (lift(0), size)
+    inner = next((span for span in spans if span.is_full or is_all), None)
+    if inner is None:
+        return [span.within(seen.start, seen.end, *ends) for span in spans]
+    name, full = e.where.axes[loop.axis].name, inner.within(seen.full_start, seen.full_end, *ends)
     start = full.start if isinstance(full.start, Var) else e.let(f"bare_start_{name}", full.start)
     end = e.let(f"bare_end_{name}", tl.maximum(start, full.end))
-    first, last = (spans[0], spans[-1]) if spans else (whole, whole)
-    rest = Span(first.start, last.end, False).within(seen.start, *ends)
     size = e.let(f"bare_{name}", end - start)
     return [
         Span(start, end, full.is_full, is_seen=True),
-        replace(rest, end=rest.end - size, hole=(start, size)),
+        replace(visited, end=visited.end - size, hole=(start, size)),
     ]
+
+
+def behind_guards(e: Emitter, loop: Leaf, visited: Span, guards: Iterable[Expression]) -> Span:
+    """Return the blocks that are left out: a part of a loop that has no turns if the smallest numbers of all
+    guards are larger than LOWEST, since masks of the lowest finite number hide nothing but these blocks."""
+    name, size, block = e.where.axes[loop.axis].name, lift(e.where.axes[loop.axis].size), loop.step
+    blocks = tl.maximum(visited.end - visited.start + (block - 1), 0) // block * block
+    hole = e.let(f"visited_{name}", blocks)
+    least = functools.reduce(tl.minimum, guards)
+    return Span(lift(0), tl.where(least <= LOWEST, size - hole, 0), False, hole=(visited.start, hole))
+
+
+def least_of_rows(e: SpanEmitter, number: int) -> Expression:
+    """Emit the smallest number of a node of rows."""
+    with e.dimensions(tuple(e.depends[number] & frozenset(e.all_lanes))):
+        return e.let("least", tl.min(e.tile(number).value))
+
+
+def least_of_loop(e: SpanEmitter, loop: Leaf, numbers: Iterable[int]) -> Expression:
+    """Emit the smallest number of nodes of a loop's elements, all of which are read."""
+    with _scanning(e, loop, ()) as (scan, lane):
+        least = e.state("least", tl.full((lane.lanes,), math.inf, tl.float32))
+        with e.inside_loops([scan]), e.dimensions((lane,)):
+            values = [e.tile(number).value for number in numbers]
+            e.add(Assign((least,), functools.reduce(tl.minimum, values, least)))
+    return e.let("least", tl.min(least))
 
 
 def read_end(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Expression | None:
@@ -333,14 +360,14 @@ def read_end(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Expressi
     of_loop = frozenset(e.where.leaves[loop.axis])
     for number, value in conditions.items():
         lanes = e.depends[number] & frozenset(e.all_lanes)
-        if len(lanes) == 1 and of_loop.isdisjoint(e.depends[number]) and not _waits(e, number):
+        if len(lanes) == 1 and of_loop.isdisjoint(e.depends[number]) and not waits(e, number):
             with e.dimensions(tuple(lanes)):
                 shown = Test(number, value).expression(e, None, None)
                 ends.append(e.let("end_of_rows", tl.max(tl.where(shown, size, 0))))
     return functools.reduce(tl.minimum, ends) if ends else None
 
 
-def _waits(e: Emitter, number: int) -> bool:
+def waits(e: Emitter, number: int) -> bool:
     """True of a node for which a reduction is needed."""
     return any(isinstance(e.loops.nodes[n], Reduce) for n in with_operands(e.loops, (number,)))
 
@@ -348,7 +375,7 @@ def _waits(e: Emitter, number: int) -> bool:
 def _test_of(e: Emitter, lane: Leaf, number: int, value: bool) -> Test | None:
     """Return the test of a loop's elements that a condition makes, or None if it makes none."""
     node, lanes = e.loops.nodes[number], frozenset(e.all_lanes)
-    if _waits(e, number):
+    if waits(e, number):
         return None
     if e.depends[number] & lanes == frozenset({lane}):
         return Test(number, value)

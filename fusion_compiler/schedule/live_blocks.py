@@ -69,35 +69,52 @@ OPPOSITES: Mapping[object, object] = {
 }
 
 
-def bounds_of(loops: LoopNest, number: int, neutral: float) -> Bounds:
+@dataclass(frozen=True)
+class Live:
+    """The elements of a node that may be other than zero or -inf.
+
+    bounds: the conditions outside of which it is zero or -inf. lowest: those among them whose masks add the
+    lowest finite number instead of -inf. They hold for rows in which each of `guards`, nodes that are
+    subtracted from what is masked, is larger than LOWEST.
+    """
+
+    bounds: Bounds
+    lowest: frozenset[int] = frozenset()
+    guards: frozenset[int] = frozenset()
+
+
+def live_of(loops: LoopNest, number: int, neutral: float) -> Live:
     """Return the conditions outside of which a node is zero or -inf (`neutral`), with the bounds on axes that
     they are. Other operands are taken to be finite, so that zero times a value that is masked is zero, and
     divisors not to be zero.
 
-    Masks of the lowest finite number count as -inf if they leave an element in each row and column.
+    Masks of the lowest finite number count as -inf. If they leave an element in each row and column, no guard
+    has to be asked.
     """
     reading = _Reading(loops)
     bounds = reading.bounds(number, neutral)
-    if not reading.lowest or reading.leaves_some(bounds):
-        return bounds
-    return {n: of_part for n, of_part in bounds.items() if n not in reading.lowest}
+    lowest = frozenset(reading.lowest & bounds.keys())
+    if not lowest or reading.leaves_some(bounds):
+        return Live(bounds)
+    return Live(bounds, lowest, frozenset(reading.guards))
 
 
 class _Reading:
     """A reading of a value's masks.
 
-    lowest: the conditions of masks with the lowest finite number. is_complete: False if there are masks that
-    are no bounds. unread: other values that are added, which may be masks.
+    lowest: the conditions of masks with the lowest finite number. guards: what is subtracted from such a
+    mask. is_complete: False if there are masks that are no bounds. unread: other values that are added, which
+    may be masks.
     """
 
     def __init__(self, loops: LoopNest) -> None:
         self.loops, self.nodes = loops, loops.nodes
-        self.lowest = set[int]()
+        self.lowest, self.guards = set[int](), set[int]()
         self.is_complete = True
         self.unread = list[int]()
 
     def bounds(self, number: int, neutral: float) -> Bounds:
-        """Return what `bounds_of` returns, with all masks of the lowest finite number."""
+        """Return the conditions of a node, with all masks of the lowest finite number."""
         node = self.nodes[number]
         if is_applied(node, WHERE):
             return self.of_where(node, neutral)
@@ -120,11 +137,20 @@ class _Reading:
             if is_applied(node, ADD):
                 return self.of_any(operands_of(node), neutral)
             is_scaled = is_applied(node, MUL) and (number_of(self.nodes, node, "other") or 0) > 0
-            if (is_scaled or is_applied(node, SUB)) and first is not None:
+            if is_scaled and first is not None:
                 return self.bounds(first, neutral)
+            if is_applied(node, SUB) and first is not None:
+                return self.of_difference(first, operand_of(node, "other"), neutral)
         if neutral != 0:
             self.unread.append(number)
         return {}
+
+    def of_difference(self, masked: int, subtracted: int | None, neutral: float) -> Bounds:
+        before = len(self.lowest)
+        bounds = self.bounds(masked, neutral)
+        if subtracted is not None and len(self.lowest) > before:
+            self.guards.add(subtracted)
+        return bounds
 
     def of_any(self, numbers: Iterable[int], neutral: float) -> Bounds:
         """Return the bounds of several nodes, each of which alone makes a result `neutral`."""

@@ -14,6 +14,7 @@ import fusion_compiler as fc
 from benchmarks.chains.variants import VARIANTS, Shape
 from tests.exactness import not_as_close
 from tests.passes.test_general_attention import (
+    LOWEST,
     MASKED,
     added,
     added_to_capped,
@@ -56,6 +57,22 @@ def test_variants(name: str, length: int) -> None:
 def test_calls_with_a_mask(name: str) -> None:
     code, more = MASKED[name]
     check(code, on_gpu([*Shape(2, 4, 70, 16, 16).inputs(), *more()]))
+
+
+@pytest.mark.parametrize("length", [900, 1024])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_masks_of_the_lowest_number_hide_padding(is_left: bool, length: int) -> None:
+    """Rows of padding at the left see no key: their weights are those of all keys."""
+
+    def code(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+        place = torch.arange(length, device=q.device)
+        mask = (place <= place[:, None]) & shown[:, None, None, :]
+        scores = 20 * torch.tanh(q @ k.mT / 20) + torch.where(mask, 0.0, LOWEST).to(q.dtype)
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+    place = torch.arange(length, device="cuda")
+    shown = torch.stack((place >= 0, place >= 333 if is_left else place < 600))
+    check(code, [*Shape(2, 2, length, 64, 64, dtype=torch.bfloat16, device="cuda").inputs(), shown])
 
 
 @pytest.mark.parametrize("length", [300, 1024])

@@ -27,6 +27,7 @@ from tests.nest_values import stored
 
 BY_NAME = {v.name: v for v in VARIANTS if not v.name.startswith("call")}
 SMALL = Shape(2, 3, 37, 8, 8)
+LOWEST = torch.finfo(torch.bfloat16).min
 Run = Callable[..., Any]
 
 
@@ -263,6 +264,29 @@ def test_rows_that_a_mask_hides_are_those_of_eager() -> None:
 def with_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     weights = (5 * torch.tanh(q @ k.mT / 5)).softmax(-1)
     return weights @ v, weights.clone()
+
+
+@pytest.mark.parametrize("backend", ["eager", "interpret"])
+@pytest.mark.parametrize("side", ["left", "right", "none at all"])
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.sample(6)
+def test_masks_of_the_lowest_number_hide_padding(window: int, side: str, backend: Any) -> None:
+    """A row that sees no key, as with padding at the left, has weights for all keys, as in eager."""
+
+    def code(q: Tensor, k: Tensor, v: Tensor, shown: Tensor) -> Tensor:
+        i, j = (torch.arange(x.shape[2]) for x in (q, k))
+        mask = (j <= i[:, None]) & shown[:, None, None, :]
+        mask = mask & (j > i[:, None] - window) if window else mask
+        scores = 5 * torch.tanh(q @ k.mT / 5) + torch.where(mask, 0.0, LOWEST).to(q.dtype)
+        return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+    place = torch.arange(200)
+    shown = {"left": place >= 70, "right": place < 130, "none at all": place < 0}[side]
+    inputs = [x.detach().bfloat16().requires_grad_() for x in Shape(2, 1, 200, 16, 16).inputs()]
+    inputs.append(torch.stack((shown, place >= 0)))
+    compiled = general_of(code) if backend == "eager" else fc.compile(code, backend=backend, strict=True)
+    for one, theirs, exact in zip(*run_all(compiled, code, inputs), strict=True):
+        assert not (wrong := not_as_close(one, theirs, exact)), wrong
 
 
 def test_scores_that_others_read_are_left_alone() -> None:

@@ -14,7 +14,7 @@ from fusion_compiler.ir.dag import build
 from fusion_compiler.ir.loops import LoopNest, Reduce
 from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.lower.chains import lower_chain
-from fusion_compiler.schedule.live_blocks import Bounds, bounds_of
+from fusion_compiler.schedule.live_blocks import Bounds, live_of
 
 ROWS, KEYS = 11, 13
 LOWEST = torch.finfo(torch.bfloat16).min
@@ -55,14 +55,15 @@ def nest_of(masked: Masked, bias: Tensor | None = None) -> LoopNest:
 
 
 def bounds_by_combine(loops: LoopNest) -> dict[str, Bounds]:
-    """Return the bounds of the maximum over keys, and of the last sum over them."""
+    """Return the bounds of the maximum over keys, and of the last sum over them, that need no guard."""
     over_keys = [
         node
         for node in loops.nodes
         if isinstance(node, Reduce) and KEYS in {loops.axes[axis].size for axis in node.axes}
     ]
     neutral = {"max": -math.inf, "sum": 0.0}
-    return {node.combine: bounds_of(loops, node.operand, neutral[node.combine]) for node in over_keys}
+    live = {node.combine: live_of(loops, node.operand, neutral[node.combine]) for node in over_keys}
+    return {c: {n: of for n, of in each.bounds.items() if n not in each.lowest} for c, each in live.items()}
 
 
 def holds(loops: LoopNest, bounds: Bounds) -> Tensor:
