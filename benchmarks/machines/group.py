@@ -59,13 +59,14 @@ def device_of(kind: str, rank: int) -> torch.device:
 
 
 def take_cores(rank: int, world: int, threads: int) -> list[int]:
-    """Let this process have so many threads. If the processes need most of the cores, let it run on cores of
-    its own, and return these: of a core with two threads it has both."""
+    """Let this process have so many threads. If the processes need most of the cores, let each run on an
+    equal share of them, and return this one's: of a core with two threads it has both."""
     torch.set_num_threads(threads)
     cores = sorted(os.sched_getaffinity(0), key=place_of)
     if not world * threads <= len(cores) < 2 * world * threads:
         return []
-    cores = cores[rank * threads : (rank + 1) * threads]
+    share = len(cores) // world
+    cores = cores[rank * share : (rank + 1) * share]
     os.sched_setaffinity(0, cores)
     return cores
 
