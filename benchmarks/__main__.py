@@ -40,6 +40,7 @@ BENCHMARKS = {
     "compile-time": "compile_time.measure",
     "machines": "machines.cuts",
     "links": "machines.links",
+    "uneven": "machines.steps",
     "architectures": "numerics.architectures",
     "readme": "pages.readme",
 }
@@ -65,11 +66,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="tiny sizes, to try the harness")
     add("--autotune", action="store_true", help="also max-autotune (kernels: without graphs)")
     add("--no-check", action="store_true", help="models: leave out the comparison of gradients")
-    add("--backend", default="auto", help="ours: auto, interpret or eager")
+    add("--backend", default="auto", help="ours: auto, interpret or eager; uneven: gloo or nccl")
     add("--budget", type=float, default=90, help="seconds for one contender in one row")
     add(
         "--within", type=float, default=math.inf,
-        help="models, optimizer, chains: seconds after which no cell is begun",
+        help="models, optimizer, chains, uneven: seconds after which no cell is begun",
     )  # fmt: skip
     add("--limit", type=int, default=40, help="schedules: how many of the grid to begin with")
     add("--from", type=Path, dest="timed", help="schedules: rank those that this file has timed; no GPU")
@@ -80,7 +81,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="kernels, sweep: processes that compile ours ahead; models, architectures: at once",
     )  # fmt: skip
     sizes = ("tiny", "small", "middle", "large")
-    add("--size", choices=sizes, default="middle", help="fsdp: the model's shape")
+    add("--size", choices=sizes, default="middle", help="fsdp, uneven: the model's shape")
+    add("--processes", type=int, default=0, help="uneven: processes, each a machine; 0 for 4, or each GPU")
+    add("--threads", type=int, default=0, help="uneven: of each process on a CPU; 0 for an equal share")
     add("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     add("--warm-caches", action="store_true", help="use the caches that are there")
     options = parser.parse_args(words)

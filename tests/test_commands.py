@@ -43,6 +43,7 @@ CALLS = {
     "optimizer": (("--filter", "parameters, SGD", "--only", "^foreach$"), "of copy"),
     "compile-time": (("--filter", "ViT", "--only", "nobody"), "ViT, 12 layers"),
     "links": (("--filter", "^2 processes, (raw|default)"), "fewer"),
+    "uneven": (("--filter", "U-Net", "--only", "ours|equal", "--threads", "1"), "over equal"),
     "machines": (("--filter", "U-Net"), "times as fast as equal layers"),
     "architectures": (("--filter", "^gpt2$", "--backend", "eager"), "1 same"),
 }

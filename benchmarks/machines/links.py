@@ -24,7 +24,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,9 @@ import fusion_compiler as fc
 from benchmarks.harness.record import Record, environment
 from benchmarks.harness.tables import Bar, at_least, at_most, counted, missed, table
 from benchmarks.harness.timing import synchronize
+from benchmarks.machines.alone import WAIT_S, Alone, Parts, step_us
+from benchmarks.machines.group import device_of
 from fusion_compiler.machines.plan import Schedule
-from fusion_compiler.machines.simulate import simulate
 
 ROOT = Path(__file__).parent.parent.parent
 LINK = fc.Link(bytes_per_s=12.5e6, latency_us=200.0)
@@ -48,9 +48,6 @@ SCHEDULE = Schedule.EAGER  # messages are on their way while the processes compu
 MICROBATCHES, ROWS = 8, 512
 STEPS = 300  # for the loss
 TIMED, WARM = 26, 6  # steps, and those of them that do not count
-TURNS = 20  # of a phase and of a message, measured alone
-WAIT_S = 0.01  # between two phases of a stage
-PING = 1000  # a tag that no message of a step has
 CONTENDERS: dict[str, fc.Compression | None] = {
     "raw": None,
     "8 bits": fc.Compression(ratio=4),
@@ -116,89 +113,6 @@ def plan_of(model: nn.Module, machines: int, device: torch.device, **options: An
     )
 
 
-def device_of(kind: str, rank: int) -> torch.device:
-    """Return the device of a process: the CPU, or one of the host's GPUs, which the processes may share."""
-    if kind != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-class Alone:
-    """Measure the parts of a step, each alone, in a process of a pipeline that has run already.
-
-    A phase comes after a wait, as in a step: its caches are cold. A stage has as many microbatches in flight
-    as the schedule's steady state.
-    """
-
-    def __init__(self, pipeline: fc.PipelineRunner, inputs: Tensor, target: Tensor) -> None:
-        self.pipeline, self.inputs, self.target = pipeline, inputs, target
-        self.lanes = pipeline._lanes
-        (self.stage,) = pipeline.stages
-        self.losses: dict[int, Tensor] = {}
-
-    def timed(self, call: Callable[[], object]) -> float:
-        """Return the microseconds of a call."""
-        time.sleep(WAIT_S)
-        begin = time.perf_counter()
-        call()
-        synchronize(self.pipeline.device)
-        return 1e6 * (time.perf_counter() - begin)
-
-    def phases(self) -> tuple[float, float]:
-        """Return the microseconds of the stage's forward and backward passes, codecs included."""
-        held = self.pipeline.plan.stages[self.stage.stage_index].in_flight
-        numbers = [i % MICROBATCHES for i in range(TURNS + held - 1)]
-        for number in numbers[: held - 1]:
-            self.forward(number)
-        pairs = [
-            (self.timed(partial(self.forward, number)), self.timed(partial(self.backward, oldest)))
-            for number, oldest in zip(numbers[held - 1 :], numbers, strict=False)
-        ]
-        forward, backward = zip(*pairs, strict=True)
-        return statistics.median(forward), statistics.median(backward)
-
-    def forward(self, microbatch: int) -> None:
-        if self.stage.before is not None:
-            self.arrive("forward", microbatch, self.stage.before.forward.nbytes)
-        outputs = self.stage.forward_one_chunk(microbatch, (self.inputs,), save_forward_output=False)
-        self.stage.get_fwd_send_ops(microbatch)
-        if self.stage.is_last:
-            self.losses[microbatch] = self.pipeline.loss(outputs, self.target)
-
-    def backward(self, microbatch: int) -> None:
-        if self.stage.after is not None:
-            self.arrive("backward", microbatch, self.stage.after.backward.nbytes)
-        self.stage.backward_one_chunk(microbatch, loss=self.losses.pop(microbatch, None))
-        self.stage.get_bwd_send_ops(microbatch)
-
-    def arrive(self, way: str, microbatch: int, nbytes: int) -> None:
-        operation: Any = None  # nobody asks for it
-        self.stage.messages[way, microbatch] = self.lanes.buffer(nbytes).zero_(), operation
-
-    def optimizer(self) -> float:
-        """Return the microseconds between the last microbatch of a step and the first of the next one."""
-        optimizer = self.pipeline.optimizer
-        return statistics.median(self.timed(optimizer.step) for _ in range(TURNS)) if optimizer else 0.0
-
-    def message(self, peer: int, nbytes: int, first: bool) -> float:
-        """Return the microseconds that a message takes to a process and back, less the link's own time.
-
-        Both processes call this. first: this one sends first.
-        """
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.pipeline.device)
-        arrivals = [self.lanes.receive(nbytes, peer, self.stage.group, PING)[1] for _ in range(TURNS)]
-        seconds: list[float] = []
-        for arrival in arrivals:
-            begin = time.perf_counter()
-            for turn in (first, not first):
-                if turn:
-                    self.lanes.send(tensor, peer, self.stage.group, PING).op()
-                else:
-                    arrival.op().wait()
-            seconds.append(time.perf_counter() - begin)
-        return 1e6 * statistics.median(seconds) - 2 * LINK.us(nbytes)
-
-
 def process(
     rank: int, world: int, port: int, kind: str, contenders: list[str], cuts: list[str], steps: int, name: str
 ) -> None:
@@ -227,7 +141,7 @@ def process(
         folder.mkdir(exist_ok=True)
         pipeline = pipeline_of(contender, LINK)
         report = timed_steps(pipeline, batch, min(steps, TIMED))
-        report |= measured_alone(pipeline, rank, world, *batch(0))
+        report |= measured_alone(pipeline, *batch(0))
         pipeline.close()
         pipeline = pipeline_of(contender, None)
         for number in range(steps):
@@ -259,20 +173,10 @@ def timed_steps(
     }
 
 
-def measured_alone(
-    pipeline: fc.PipelineRunner, rank: int, world: int, inputs: Tensor, target: Tensor
-) -> dict[str, Any]:
-    alone = Alone(pipeline, inputs[:ROWS], target[:ROWS])
-    dist.barrier()
-    report: dict[str, Any] = {"stage": alone.phases(), "optimizer": alone.optimizer()}
-    (stage,) = pipeline.stages
-    for left in range(world - 1):  # one link after the other
-        dist.barrier()
-        if rank == left and stage.after is not None:
-            report["way"] = alone.message(rank + 1, stage.after.forward.nbytes, first=True) / 2
-        elif rank == left + 1 and stage.before is not None:
-            alone.message(rank - 1, stage.before.forward.nbytes, first=False)
-    return report
+def measured_alone(pipeline: fc.PipelineRunner, inputs: Tensor, target: Tensor) -> dict[str, Any]:
+    alone = Alone(pipeline, (inputs[:ROWS],), target[:ROWS], wait_s=WAIT_S)
+    alone.listen(lambda: pipeline.step(inputs, target))
+    return {"parts": alone.parts().json}
 
 
 def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
@@ -303,25 +207,19 @@ def measure(
 
 def row_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what was measured of a contender and what its step was predicted to take."""
-    stages = [tuple(report["stage"]) for report in reports]
+    parts = [Parts(**report["parts"]) for report in reports]
     links = [tuple(pair) for report in reports for pair in report["links"]]
-    ways = [report["way"] for report in reports[:-1]]  # through the host
-    step = simulate(
-        SCHEDULE,
-        stages,
-        [(forward + way, backward + way) for (forward, backward), way in zip(links, ways, strict=True)],
-        len(reports),
-        MICROBATCHES,
-        latencies=[LINK.latency_us + way for way in ways],
-    )
+    # a message's way through the host, besides the link's own time
+    ways = [part.link[0] - link[0] for part, link in zip(parts, links, strict=False)]
+    latencies = [LINK.latency_us + way for way in ways]
     return {
         "ms": max(report["ms"] for report in reports),
-        "predicted ms": (step.us + reports[0]["optimizer"]) / 1e3,
+        "predicted ms": step_us(SCHEDULE, MICROBATCHES, parts, latencies) / 1e3,
         "bytes ratio": sum(r["raw bytes"] for r in reports) / sum(r["bytes"] for r in reports),
-        "stages us": stages,
+        "stages us": [part.stage for part in parts],
         "links us": links,
         "messages through the host us": ways,
-        "optimizer us": [report["optimizer"] for report in reports],
+        "optimizer us": [part.optimizer for part in parts],
         "compression": reports[0]["compression"],
     }
 

@@ -1,6 +1,6 @@
 """Four models whose layers are not equal: `UNEVEN` maps a name to a function of a size, which returns the
-model and the arguments of one microbatch. "small" trains on a CPU, "large" is planned for GPUs on the meta
-device."""
+model and the arguments of one microbatch. "small" trains on a few cores, "middle" on a host's CPU, and
+"large" on GPUs."""
 
 from __future__ import annotations
 
@@ -121,6 +121,7 @@ class TiedHead(nn.Module):
         self.layers = nn.ModuleList(Layer(width, width // 64, True) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=width**-0.5)  # logits of unit variance
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.words(x)
@@ -167,29 +168,54 @@ def tokens(words: int, *shape: int) -> Tensor:
 
 
 def encoder_decoder(size: str) -> Example:
-    if size == "small":
-        return EncoderDecoder(128, 4, 500), (tokens(500, 2, 256), tokens(500, 2, 32))
-    return EncoderDecoder(1024, 12, 32000), (tokens(32000, 4, 2048), tokens(32000, 4, 256))
+    width, layers, words, rows, source, target = {
+        "small": (128, 4, 500, 2, 256, 32),
+        "middle": (384, 6, 8000, 2, 256, 32),
+        "large": (1024, 12, 32000, 4, 2048, 256),
+    }[size]
+    model = EncoderDecoder(width, layers, words)
+    return model, (tokens(words, rows, source), tokens(words, rows, target))
 
 
 def u_net(size: str) -> Example:
-    return (
-        (UNet(16), (torch.rand(2, 3, 64, 64),))
-        if size == "small"
-        else (UNet(128), (torch.rand(8, 3, 256, 256),))
-    )
+    channels, rows, edge = {"small": (16, 2, 64), "middle": (48, 2, 128), "large": (128, 8, 256)}[size]
+    return UNet(channels), (torch.rand(rows, 3, edge, edge),)
 
 
 def tied_head(size: str) -> Example:
-    if size == "small":
-        return TiedHead(128, 8, 8000), (tokens(8000, 2, 64),)
-    return TiedHead(1024, 24, 256000), (tokens(256000, 4, 1024),)
+    width, layers, words, rows, length = {
+        "small": (128, 8, 8000, 2, 64),
+        "middle": (384, 12, 24000, 2, 128),
+        "large": (1024, 24, 256000, 4, 1024),
+    }[size]
+    return TiedHead(width, layers, words), (tokens(words, rows, length),)
 
 
 def mixture(size: str) -> Example:
-    if size == "small":
-        return Mixture(128, 8, 8, 32, 500), (tokens(500, 2, 64),)
-    return Mixture(1024, 24, 16, 1024, 32000), (tokens(32000, 4, 1024),)
+    width, layers, experts, each, words, rows, length = {
+        "small": (128, 8, 8, 32, 500, 2, 64),
+        "middle": (320, 12, 8, 128, 4000, 2, 128),
+        "large": (1024, 24, 16, 1024, 32000, 4, 1024),
+    }[size]
+    return Mixture(width, layers, experts, each, words), (tokens(words, rows, length),)
+
+
+class Trained(nn.Module):
+    """A model that returns its loss, so that a plan knows what the loss takes: for a large vocabulary, much.
+
+    The model's result is compared with its last argument: an image with the image itself, and the logits of a
+    token with the next one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        y, last = self.model(*args), args[-1]
+        if last.is_floating_point():
+            return F.mse_loss(y, last)
+        return F.cross_entropy(y.flatten(0, 1), last.roll(-1, 1).flatten())
 
 
 UNEVEN: Mapping[str, Callable[[str], Example]] = {

@@ -144,7 +144,8 @@ ROW_RANGES = (4, 8, FEW_ROWS)
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "convolution_relu",
-    "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul", "einsum", *LAYERS,
+    "conv1d", "conv2d", "conv3d", "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul",
+    "einsum", *LAYERS,
 })  # fmt: skip
 
 
@@ -263,7 +264,7 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         steps = prod(hint(size, hints) for size in x.shape[:-1])
         weights = sum(numel_of(other) for other in others if len(other.shape) == 2)
         return 2 * steps * weights * (2 if backward else 1)
-    if name.startswith("convolution") and "weight" in named:
+    if name.startswith(("convolution", "conv1d", "conv2d", "conv3d")) and "weight" in named:
         positions = meta("grad_output") if backward else outputs[0]
         return 2 * numel_of(positions) * numel(meta("weight").shape[1:], hints) * (2 if backward else 1)
     return 0

@@ -22,6 +22,8 @@ from fusion_compiler.errors import (
     NotExportableError,
     OtherGraphError,
 )
+from fusion_compiler.machines.workload import workload
+from fusion_compiler.ops.table import Kind
 
 THREE = tuple(fc.Machine(name, "h200") for name in "abc")
 CUTS = (None, ("gelu", "linear_5"), ("scaled_dot_product_attention", "batch_norm_2"))
@@ -324,6 +326,15 @@ def test_zero_bubble_stages_go_round_or_back_and_their_timeline_shows_weights(tm
         assert "gradients of the weights of microbatch 3" in (tmp_path / "plan.html").read_text()
     forward = fc.partition(model.eval(), args, schedule="zbv", **options)
     assert len(forward.events) == 4 * 4 and "~" not in str(forward).split("why")[0]
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_convolution_is_counted_by_its_arithmetic(dimensions: int) -> None:
+    layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1](8, 4, 3)
+    work = workload(layer, (torch.zeros(2, 8, *[6] * dimensions),), {}, training=True)
+    (op,) = map(work.dag.op, work.order)
+    assert op.kind is Kind.CONTRACTION
+    assert op.flops == 2 * (2 * 4 * 4**dimensions) * (8 * 3**dimensions)
 
 
 def test_measured_times_are_those_of_this_machine() -> None:
