@@ -287,10 +287,11 @@ def read_range(
             by_all = [t.expression(e, *reversed(of)) for t, of in zip(tests.values(), extremes, strict=True)]
             seen = e.let("seen", functools.reduce(operator.and_, [*by_some, *bounds]))
             is_full = functools.reduce(operator.and_, [*by_all, *bounds])
-            place, _ = e.coordinate(loop.axis)
-            assert place is not None
-            e.add(Assign((first,), tl.minimum(first, tl.where(seen, place.value, size))))
-            e.add(Assign((end,), tl.maximum(end, tl.where(seen, place.value + 1, 0))))
+            tile, _ = e.coordinate(loop.axis)
+            assert tile is not None
+            place = tile.value.to(tl.int32) if e.wide else tile.value
+            e.add(Assign((first,), tl.minimum(first, tl.where(seen, place, size))))
+            e.add(Assign((end,), tl.maximum(end, tl.where(seen, place + 1, 0))))
             e.add(Assign((count,), count + tl.where(is_full, 1, 0)))
     first, end = e.let(f"seen_start_{name}", tl.min(first)), e.let(f"seen_end_{name}", tl.max(end))
     count = e.let(f"seen_count_{name}", tl.sum(count))

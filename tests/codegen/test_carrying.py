@@ -206,6 +206,14 @@ def test_masks_in_memory_bound_a_loop(target: str, are_sorted: bool, monkeypatch
     assert ("first_seen" in built(nest, place).kernels[0].source) == (target != "ne.Tensor")
 
 
+def test_masks_in_memory_beside_tensors_that_need_64_bits_compile() -> None:
+    variant = read_mask("eq.Tensor", operator.eq)
+    nest = nests.attention(variant, torch.bfloat16, 64, 64, 16384, 64, 16384, 64)
+    kernel = built(nest, placement(64, 64)).kernels[0]
+    assert "tl.int64" in kernel.source and "first_seen" in kernel.source
+    compile_for(kernel, "sm_90")
+
+
 @pytest.mark.parametrize("is_hidden", [False, True])
 def test_masks_of_keys_bound_a_loop(is_hidden: bool) -> None:
     def mask(nest: Chain) -> Value:
