@@ -318,10 +318,10 @@ def around_seen(
     name, full = e.where.axes[loop.axis].name, inner.within(seen.full_start, seen.full_end, *ends)
     start = full.start if isinstance(full.start, Var) else e.let(f"bare_start_{name}", full.start)
     end = e.let(f"bare_end_{name}", tl.maximum(start, full.end))
-    size = e.let(f"bare_{name}", end - start)
+    bare = e.let(f"bare_{name}", end - start)
     return [
         Span(start, end, full.is_full, is_seen=True),
-        replace(visited, end=visited.end - size, hole=(start, size)),
+        replace(visited, end=visited.end - bare, hole=(start, bare)),
     ]
 
 
@@ -353,12 +353,15 @@ def least_of_loop(e: SpanEmitter, loop: Leaf, numbers: Iterable[int]) -> Express
 
 def read_end(e: Emitter, loop: Leaf, conditions: Mapping[int, bool]) -> Expression | None:
     """Emit the reading of masks that are the same for all elements of a loop. Return where the loop ends,
-    which is 0 if no row of the program sees anything; None if there are no such masks.
+    which is 0 if no row of the program sees anything; None if there are no such masks, or if each of several
+    programs has a part of the axis.
 
     conditions: as for `read_range`.
     """
     size, ends = e.where.axes[loop.axis].size, list[Expression]()
     of_loop = frozenset(e.where.leaves[loop.axis])
+    if len(of_loop) != 2:  # the loop, and the lanes of a block
+        return None
     for number, value in conditions.items():
         lanes = e.depends[number] & frozenset(e.all_lanes)
         if len(lanes) == 1 and of_loop.isdisjoint(e.depends[number]) and not waits(e, number):

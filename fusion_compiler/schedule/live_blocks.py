@@ -146,6 +146,8 @@ class _Reading:
         return {}
 
     def of_difference(self, masked: int, subtracted: int | None, neutral: float) -> Bounds:
+        """Return the conditions of a difference, and record what is subtracted from masks of the lowest
+        number."""
         before = len(self.lowest)
         bounds = self.bounds(masked, neutral)
         if subtracted is not None and len(self.lowest) > before:

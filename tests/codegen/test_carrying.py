@@ -253,6 +253,26 @@ def test_blocks_that_all_rows_see_are_a_loop_without_masks(
     assert bare.count("where") < rest.count("where")
 
 
+def test_masks_of_rows_leave_each_program_its_own_part_of_a_loop() -> None:
+    """Programs that share the keys go through a part of them each, also where a row may see nothing."""
+
+    def mask(nest: Chain) -> Value:
+        return nest.tensor("rows", "b", "i", dtype=torch.bool)
+
+    def plain(i: Tensor, j: Tensor, rows: Tensor) -> Tensor:
+        return rows[:, None, :, None]
+
+    variant = nests.masked(nests.scaled(0.25), mask, plain, rows="bi")
+    nest = nests.attention(variant, torch.float32, 2, 2, 40, 16, 128, 16)
+    place = Placement.parse(
+        str(placement(16, 16))
+        .replace("split(j, 16)", "split(j, 64); split(j.i, 16)")
+        .replace("place(j.o, LOOP)", "place(j.o, GRID); place(j.i.o, LOOP)")
+        .replace("place(j.i, LANES)", "place(j.i.i, LANES)")
+    )
+    compare(variant, nest, place, drawn(nest) | {"rows": torch.rand(2, 40) < 0.9})
+
+
 def test_blocks_before_and_behind_all_documents_of_a_program_are_not_visited() -> None:
     variant = read_mask("eq.Tensor", operator.eq)
     nest = nests.attention(variant, torch.float32, 1, 2, 96, 16, 96, 16)

@@ -148,9 +148,11 @@ def is_reduction(node: fx.Node) -> bool:
 
 
 def _below(products: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Return the values of the size of scores that are computed from products, each with these products. A
-    gradient that is accumulated from several attentions is none: it does not connect them. Nor is what a
-    lookup reads: a nest would compute a product again at each index, without tensor cores."""
+    """Return the values of the size of scores that are computed from products, each with these products.
+
+    A gradient that is accumulated from several attentions is left out: it does not connect them. So is the
+    result of a lookup in scores: a nest would compute a product again at each index, without tensor cores.
+    """
 
     def readers(node: fx.Node) -> list[fx.Node]:
         same = (n for n in node.users if elements(n) == elements(node) and is_pointwise(n))

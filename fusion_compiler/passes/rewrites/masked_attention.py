@@ -34,11 +34,11 @@ def _look(call: fx.Node, written: set[fx.Node]) -> Replacement | str | None:
         return None
     if named["is_causal"]:
         return "it has a mask, and is causal beside that"
-    reason = refusal(*(named[n] for n in ("query", "key", "value", "attn_mask")))
+    reason = refusal(*(named[n] for n in ("query", "key", "value")))
     return reason or Replacement(lambda nodes: _write_out(nodes[call]), "written out for a nest")
 
 
-def refusal(query: fx.Node, key: fx.Node, value: fx.Node, mask: fx.Node) -> str:
+def refusal(query: fx.Node, key: fx.Node, value: fx.Node) -> str:
     """Return why a library's call computes attention with a mask, or "" if a nest does."""
     q, k, v = (n.meta["val"] for n in (query, key, value))
     if q.device.type not in DEVICES:

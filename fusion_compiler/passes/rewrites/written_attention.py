@@ -128,7 +128,7 @@ class _Call:
 
     def _has_nest(self, query: fx.Node, key: fx.Node, value: fx.Node, mask: fx.Node) -> bool:
         """True if a nest computes attention with a mask that is not proved to be causal or all true."""
-        if refusal(query, key, value, mask):
+        if refusal(query, key, value):
             return False
         return verdict(mask, mutated_nodes(self.graph.nodes))[0] is None
 
