@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +15,13 @@ from torch import Tensor
 
 import fusion_compiler as fc
 from benchmarks.harness.timing import synchronize
+from fusion_compiler.machines.estimate import Clock
 from fusion_compiler.machines.plan import Schedule
 from fusion_compiler.machines.simulate import simulate
 
 TURNS = 20  # of a phase and of a message
 WAIT_S = 0.01  # between two phases of a stage that waits for slow links
+Span = tuple[Any, Any]  # two marks of a clock
 PING = 1000  # a tag that no message of a step has
 
 
@@ -75,7 +77,7 @@ class Alone:
     ) -> None:
         self.pipeline, self.inputs, self.target = pipeline, inputs, target
         self.turns, self.wait_s = turns, wait_s
-        self.lanes = pipeline._lanes
+        self.lanes, self.clock = pipeline._lanes, Clock(pipeline.device)
         (self.stage,) = pipeline.stages
         self.losses: dict[int, Tensor] = {}
         self.arrived: dict[str, Tensor] = {}
@@ -96,13 +98,16 @@ class Alone:
         finally:
             del stage._arrived
 
-    def timed(self, call: Callable[[], object]) -> float:
-        """Return the microseconds of a call."""
+    def timed(self, call: Callable[[], object]) -> Span:
+        """Call, and return the marks before and behind that. Nothing waits for the device, as in a step."""
         time.sleep(self.wait_s)
-        begin = time.perf_counter()
+        begin = self.clock.mark()
         call()
-        synchronize(self.pipeline.device)
-        return 1e6 * (time.perf_counter() - begin)
+        return begin, self.clock.mark()
+
+    def median(self, spans: Iterable[Span]) -> float:
+        """Return the middle one of the microseconds between marks."""
+        return statistics.median([self.clock.us(*span) for span in list(spans)])
 
     def phases(self) -> tuple[float, float]:
         """Return the microseconds of the stage's forward and backward passes, codecs included."""
@@ -117,7 +122,7 @@ class Alone:
         for number in numbers[self.turns :]:
             self.backward(number)
         forward, backward = zip(*pairs, strict=True)
-        return statistics.median(forward), statistics.median(backward)
+        return self.median(forward), self.median(backward)
 
     def forward(self, microbatch: int) -> None:
         if self.stage.before is not None:
@@ -141,13 +146,13 @@ class Alone:
     def optimizer(self) -> float:
         """Return the microseconds of the optimizer's step."""
         optimizer = self.pipeline.optimizer
-        return statistics.median(self.timed(optimizer.step) for _ in range(self.turns)) if optimizer else 0.0
+        return self.median(self.timed(optimizer.step) for _ in range(self.turns)) if optimizer else 0.0
 
     def ties(self) -> float:
         """Return the microseconds in which the gradients of tied parameters are added up."""
         if not self.pipeline.ties:
             return 0.0
-        return statistics.median(self.timed(self.pipeline._add_up_ties) for _ in range(self.turns))
+        return self.median(self.timed(self.pipeline._add_up_ties) for _ in range(self.turns))
 
     def messages(self) -> tuple[float, float]:
         """Return the microseconds of a message to the next stage and of one back, one link after the other;

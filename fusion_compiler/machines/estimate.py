@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contractio
 Times = tuple[tuple[float, float], ...]  # forward and backward microseconds of each operator
 GATHERS = ("embedding", "index_select", "gather", "index")
 REPETITIONS = 5
+WAIT_CYCLES = 2_000_000  # of a GPU: about a millisecond
 ATTENTION_PRODUCTS = 2.5  # of the backward pass, for each one of the forward pass
 
 
@@ -35,8 +36,11 @@ def estimate(work: Workload, device: DeviceSpec) -> Times:
     """Return the roofline's microseconds of each operator, in order."""
     times = []
     for op in map(work.dag.op, work.order):
-        us = forward_us(work, op, device)
-        times.append((us, backward_us(work, op, us, device) if op.name in work.differentiable else 0.0))
+        us, backward = forward_us(work, op, device), 0.0
+        if op.name in work.differentiable:
+            sums = sum(map(work.nbytes, work.accumulated(op.name)))
+            backward = backward_us(work, op, us, device) + element_us(2 * sums, sums, 0, device) * (sums > 0)
+        times.append((us, backward))
     return tuple(times)
 
 
@@ -111,42 +115,81 @@ def this_cpu(threads: int) -> DeviceSpec:
     )
 
 
+class Clock:
+    """A clock that tells when a device has come to a point of its work. The host runs on meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device: torch.device = device
+        self.is_cuda: bool = device.type == "cuda"
+
+    def mark(self) -> Any:
+        """Return a mark behind the work that the device has been given."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def us(self, begin: Any, end: Any) -> float:
+        """Return the microseconds between two marks, when the device has come to the second one."""
+        if not self.is_cuda:
+            return 1e6 * (end - begin)
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+    def wait(self) -> None:
+        """Keep a GPU busy while the host gets ahead of it: its times are its own then, without the host's."""
+        if self.is_cuda:
+            with torch.cuda.device(self.device):
+                torch.cuda._sleep(WAIT_CYCLES)
+
+
 def median_us(call: Callable[[], object]) -> float:
-    """Return the median time of a call, after one that does not count."""
-    return timed_passes(call, training=False)[0]
+    """Return the median time of a call on the CPU, after one that does not count."""
+    return timed_passes(call, Clock(torch.device("cpu")), training=False)[0]
 
 
-def timed_passes(call: Callable[[], Any], training: bool) -> tuple[float, float, list[Tensor]]:
+def timed_passes(
+    call: Callable[[], Any],
+    clock: Clock,
+    training: bool,
+    inputs: Sequence[Tensor] = (),
+    ahead: bool = False,
+) -> tuple[float, float, list[Tensor]]:
     """Return the median time of a call and of the backward pass from its results, in microseconds, and the
-    tensors among these. The first repetition does not count."""
-    forward: list[float] = []
-    backward: list[float] = []
+    tensors among these. The first repetition does not count.
+
+    One repetition follows the other at once, as the microbatches of a step do: where the host takes longer
+    than the GPU, its time counts. inputs: tensors whose gradients are not added to those of the repetition
+    before, as a parameter's are. ahead: let the host get ahead of the GPU each time.
+    """
+    marks: list[tuple[Any, ...]] = []
     results: list[Tensor] = []
     for _ in range(REPETITIONS + 1):
-        start = now()
+        for tensor in inputs:
+            tensor.grad = None
+        if ahead:
+            clock.wait()
+        begin = clock.mark()
         with torch.set_grad_enabled(training):
             values = call()
-        forward.append(now() - start)
+        end = clock.mark()
         results = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
         roots = [t for t in results if t.requires_grad]
         gradients = [torch.randn_like(t) for t in roots]
-        start = now()
+        back = clock.mark()
         if roots:
             torch.autograd.backward(roots, gradients)
-        backward.append(now() - start if roots else 0.0)
-    return statistics.median(forward[1:]), statistics.median(backward[1:]), results
-
-
-def now() -> float:
-    """Return microseconds, after all that a GPU has been given to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return 1e6 * time.perf_counter()
+        marks.append((begin, end, back, clock.mark()))
+    forward, backward = (
+        statistics.median([clock.us(each[i], each[i + 1]) for each in marks[1:]]) for i in (0, 2)
+    )
+    return forward, backward if any(t.requires_grad for t in results) else 0.0, results
 
 
 def measure(work: Workload, device: torch.device) -> Times:
-    """Return the time of each operator on this machine, forward and backward: operators of equal arguments
-    run once, on random numbers (indices are zero)."""
+    """Return the time of each operator on this machine, forward and backward: of operators with equal
+    arguments one runs, on random numbers (indices are zero). On a GPU the host's time does not count."""
     times: dict[Hashable, tuple[float, float]] = {}
     for name in work.order:
         node = work.dag.nodes[name]
@@ -157,13 +200,14 @@ def measure(work: Workload, device: torch.device) -> Times:
 
 def signature(work: Workload, node: fx.Node) -> Hashable:
     """Return what an operator's time depends on: its target, numbers, shapes, strides, dtypes, gradients."""
+    added = work.accumulated(node.name)
 
     def plain(arg: object) -> Hashable:
         if not isinstance(arg, fx.Node):
             return repr(arg)
         leaves = pytree.tree_leaves(value_of(work, arg))
         metas = [(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else arg.name for t in leaves]
-        return repr(metas), arg.name in work.differentiable
+        return repr(metas), arg.name in work.differentiable, arg.name in added
 
     return str(node.target), tuple(map(plain, pytree.tree_leaves((node.args, node.kwargs))))
 
@@ -176,15 +220,24 @@ def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[f
     if is_view(node.target):
         return 0.0, 0.0
 
+    added = work.accumulated(node.name)
+    fresh: list[Tensor] = []
+
+    def operand(tensor: Tensor, name: str) -> Tensor:
+        value = random_operand(tensor, device, name in work.differentiable)
+        if name not in added:
+            fresh.append(value)
+        return value
+
     def example(arg: object) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
-        wanted = arg.name in work.differentiable
-        return pytree.tree_map_only(Tensor, lambda t: random_operand(t, device, wanted), value_of(work, arg))
+        return pytree.tree_map_only(Tensor, lambda t: operand(t, arg.name), value_of(work, arg))
 
     args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
     target: Any = node.target
-    return timed_passes(lambda: target(*args, **kwargs), node.name in work.differentiable)[:2]
+    trained = node.name in work.differentiable
+    return timed_passes(lambda: target(*args, **kwargs), Clock(device), trained, fresh, ahead=True)[:2]
 
 
 def random_operand(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed.pipelining  # pyright: ignore[reportUnusedImport] registers pipe_split
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fusion_compiler.errors import MachinesError, OtherGraphError
-from fusion_compiler.machines.estimate import timed_passes
+from fusion_compiler.machines.estimate import Clock, timed_passes
 from fusion_compiler.machines.page import page
 from fusion_compiler.machines.plan import PipelinePlan, Stage
 from fusion_compiler.machines.simulate import simulate
@@ -51,10 +52,12 @@ class Pipeline(PipelinePlan):
             detail = "a model on the meta device cannot run"
             raise MachinesError(detail=detail, todo="give it real parameters")
         stages, values, keywords = [], args, kwargs or {}
+        clock = Clock(next((p.device for p in self.graph.parameters()), torch.device("cpu")))
         for stage, module in zip(self.stages, self.modules(), strict=True):
             with unchanged(module):
                 call = functools.partial(prepare(module), *values, **keywords)
-                forward, backward, results = timed_passes(call, self.training)
+                received = [t for t in pytree.tree_leaves((values, keywords)) if isinstance(t, Tensor)]
+                forward, backward, results = timed_passes(call, clock, self.training, received)
             speed = self.machines[self.rank(stage.number)].speed
             stages.append(replace(stage, forward_us=forward / speed, backward_us=backward / speed))
             values, keywords = tuple(t.detach().requires_grad_(t.requires_grad) for t in results), {}

@@ -66,6 +66,13 @@ class Workload:
         end = (len(self.order),) if name in self.dag.outputs else ()
         return (*sorted(self.position[user] for user in users), *end)
 
+    def accumulated(self, name: str) -> tuple[str, ...]:
+        """Return the operands of an operator whose gradients are added to others: a parameter's to those of
+        the microbatch before, another value's to what the gradient of a later reader is."""
+        operands = dict.fromkeys(n for n in self.dag.op(name).inputs if n in self.differentiable)
+        here = self.position[name]
+        return tuple(n for n in operands if n in self.attributes or here < max(self.readers(n)))
+
     def crossing(self, name: str) -> Crossing:
         (meta,) = self.dag.op(name).outputs
         return Crossing(name, tuple(map(int, meta.shape)), meta.dtype, name in self.differentiable)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from fusion_compiler.errors import (
     NotExportableError,
     OtherGraphError,
 )
+from fusion_compiler.machines.estimate import Clock, estimate, spec_of, timed_passes
 from fusion_compiler.machines.workload import workload
 from fusion_compiler.ops.table import Kind
 
@@ -276,10 +277,10 @@ def test_memory_bounds_every_stage() -> None:
 def test_machines_of_other_speeds_get_other_shares() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
     x = torch.randn(4096, 512)
-    machines = [fc.Machine("slow"), fc.Machine("fast", speed=5.0)]
+    machines = [fc.Machine("slow"), fc.Machine("fast", speed=3.0)]
     plan = fc.partition(model, (x,), machines=machines, links=fc.Link(1e12, 1.0))
     sizes = {s.machine: len(s.operators) for s in plan.stages}
-    assert sizes == {"slow": 2, "fast": 10}
+    assert sizes == {"slow": 3, "fast": 9}
 
 
 def test_inference_has_no_gradients_and_one_order() -> None:
@@ -335,6 +336,33 @@ def test_a_convolution_is_counted_by_its_arithmetic(dimensions: int) -> None:
     (op,) = map(work.dag.op, work.order)
     assert op.kind is Kind.CONTRACTION
     assert op.flops == 2 * (2 * 4 * 4**dimensions) * (8 * 3**dimensions)
+
+
+def test_gradients_that_are_added_to_others_take_time() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return y + self.second(y)
+
+    work = workload(Residual(), (torch.randn(1, 64),), {}, training=True)
+    accumulated = {name: work.accumulated(name) for name in work.order}
+    first, second, add = work.order
+    assert {len(accumulated[first]), len(accumulated[second])} == {1, 2}  # weights; and y, which `add` reads
+    assert first in accumulated[second] and accumulated[add] == ()
+    times = dict(zip(work.order, estimate(work, spec_of("h200")), strict=True))
+    assert times[second][1] > 2 * times[second][0]
+
+
+def test_a_repetition_adds_to_the_gradients_of_parameters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    x, weight = (torch.ones(3, requires_grad=True) for _ in range(2))
+    timed_passes(lambda: x * weight, Clock(torch.device("cpu")), True, [x])
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3))
+    assert weight.grad is not None and float(weight.grad.min()) > 2
 
 
 def test_measured_times_are_those_of_this_machine() -> None:
