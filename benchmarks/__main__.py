@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = ("tiny", "small", "middle", "large")
     add("--size", choices=sizes, default="middle", help="fsdp, uneven: the model's shape")
     add("--processes", type=int, default=0, help="uneven: processes, each a machine; 0 for 4, or each GPU")
-    add("--threads", type=int, default=0, help="uneven: of each process on a CPU; 0 for an equal share")
+    add("--threads", type=int, default=0, help="uneven: of each process on a CPU; 0 for its share but one")
     add("--share", type=int, help=argparse.SUPPRESS)  # which of those this one is
     add("--warm-caches", action="store_true", help="use the caches that are there")
     options = parser.parse_args(words)

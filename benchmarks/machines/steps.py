@@ -12,10 +12,10 @@ predictions stand beside it. `estimated` and `operators` are the plan's, before 
 device's rates, and by the measured operators. `phases` simulates the schedule with the phases of each stage,
 the messages, the sums of tied gradients and the optimizer's step, each measured alone.
 
---processes: 4 on a CPU, else as many as there are GPUs. --threads: of each process on a CPU. --size: small,
-middle or large. --backend: gloo or nccl; the default is nccl if each process has a GPU. --only: only
-contenders whose name matches. --budget: seconds for one model, and again for each contender if the processes
-of all fail. --within: seconds for everything.
+--processes: 4 on a CPU, else as many as there are GPUs. --threads: of each process on a CPU; the default
+leaves one core of its share for messages. --size: small, middle or large. --backend: gloo or nccl; the
+default is nccl if each process has a GPU. --only: only contenders whose name matches. --budget: seconds for
+one model, and again for each contender if the processes of all fail. --within: seconds for everything.
 """
 
 from __future__ import annotations
@@ -310,7 +310,8 @@ def processes_of(options: argparse.Namespace) -> int:
 
 
 def threads_of(options: argparse.Namespace) -> int:
-    return options.threads or max(1, (os.cpu_count() or 1) // processes_of(options))
+    """Return the threads of each process: its share of the cores but one, which is for its messages."""
+    return options.threads or max(1, (os.cpu_count() or 1) // processes_of(options) - 1)
 
 
 def backend_of(options: argparse.Namespace) -> str:
