@@ -189,11 +189,28 @@ def deferrable(run: Boxed, graph: fx.GraphModule, compile: CompileHalf) -> Boxed
             return run(args)
         kept = [args[i] for i in saved]
         values = inputs(args)
+        versions = [value._version for value in kept]
         kept += values[len(results) :]
-        _open[-1].steps.append(lambda: _accumulate(parameters.values(), weights(kept)))
+
+        def finish() -> None:
+            _check_versions(kept, versions)
+            _accumulate(parameters.values(), weights(kept))
+
+        _open[-1].steps.append(finish)
         return values[: len(results)]
 
     return boxed(call)
+
+
+def _check_versions(saved: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise RuntimeError if what the forward saved was written to since it had these versions."""
+    changed = [i for i, (value, n) in enumerate(zip(saved, versions, strict=False)) if value._version != n]
+    if changed:
+        shapes = ", ".join(str(list(saved[i].shape)) for i in changed)
+        raise RuntimeError(
+            f"tensors of shape {shapes} were modified by an inplace operation between the two halves of a "
+            "backward pass that both read them"
+        )
 
 
 def _compiled(part: fx.GraphModule, name: str, compile: CompileHalf) -> Boxed:

@@ -50,6 +50,7 @@ SEVERAL: dict[Schedule, Any] = {
 }
 Loss = Callable[[Any, Any], Tensor]
 DEFAULT = Compression()
+ROUNDS = 3  # of a GPU's warm-up: a graph is recorded at its second call, and its backward at that of its own
 
 
 class PipelineRunner:
@@ -90,6 +91,8 @@ class PipelineRunner:
         nccl = "nccl" in dist.get_backend()
         self.device: torch.device = device_of(plan, nccl)
         compiled = bool(options) or self.device.type == "cuda"
+        if plan.schedule.splits_backward:  # a graph would be replayed over what the second half reads
+            options.setdefault("cudagraphs", False)
         prepare = preparation(options if compiled else None)
         self.numbers: list[int] = [s.number for s in plan.stages if plan.rank(s.number) == self.rank]
         modules = plan.modules()
@@ -271,25 +274,40 @@ class PipelineRunner:
             self._lanes.collective(partial(dist.all_reduce, group=group), parameter.grad)
 
     def _warm_up(self, stage: CompiledStage) -> None:
-        """Compile a stage while the others do so too, on made-up inputs; buffers and random state stay."""
-        gpus = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(gpus), unchanged(self.modules[stage.stage_index]) as before:
-            inputs = [zeros(tensor, self.device) for tensor in stage.inputs]
-            outputs = stage.submod(*inputs)
-            trained = [y for y in tuple_of(outputs) if isinstance(y, Tensor) and y.requires_grad]
-            gradients = [torch.zeros_like(y) for y in trained]
-            if self.plan.schedule.splits_backward and not stage.is_first:
-                values = {"stage_output": trained, "output_grads": gradients, "input_values": inputs}
-                _, rest = stage.backward_maybe_with_nosync("input", values)
-                if isinstance(rest, Deferred):
-                    self.splits[stage.stage_index] = self._split(stage, rest)
-                stage.backward_maybe_with_nosync("weight", {"param_groups": rest})
-            else:
-                torch.autograd.backward(trained, gradients)
+        """Compile a stage while the others do so too, on zeros; buffers and random state stay. On a GPU it
+        runs as often as it takes to record it, with as many microbatches in flight as a step has."""
+        is_cuda = self.device.type == "cuda"
+        held = self.plan.stages[stage.stage_index].in_flight if is_cuda else 1
+        with (
+            torch.random.fork_rng([self.device] if is_cuda else []),
+            unchanged(self.modules[stage.stage_index]) as before,
+        ):
+            for _ in range(ROUNDS if is_cuda else 1):
+                passes = [self._forward(stage) for _ in range(held)]
+                while passes:
+                    self._backward(stage, *passes.pop(0))
             for name, ranks in ranks_of(self.plan, "buffers").items():
                 if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
                     detail = f"processes {ranks} all change the buffer {name}"
                     raise PipelineArgumentError(detail=detail)
+
+    def _forward(self, stage: CompiledStage) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a stage on zeros. Return these, and its results with a gradient."""
+        inputs = [zeros(tensor, self.device) for tensor in stage.inputs]
+        outputs = tuple_of(stage.submod(*inputs))
+        return inputs, [y for y in outputs if isinstance(y, Tensor) and y.requires_grad]
+
+    def _backward(self, stage: CompiledStage, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Run the backward pass of a stage on zeros, in its two halves if the schedule has these."""
+        gradients = [torch.zeros_like(y) for y in outputs]
+        if not self.plan.schedule.splits_backward or stage.is_first:
+            torch.autograd.backward(outputs, gradients)
+            return
+        values = {"stage_output": outputs, "output_grads": gradients, "input_values": inputs}
+        _, rest = stage.backward_maybe_with_nosync("input", values)
+        if isinstance(rest, Deferred):
+            self.splits[stage.stage_index] = self._split(stage, rest)
+        stage.backward_maybe_with_nosync("weight", {"param_groups": rest})
 
     def _split(self, stage: CompiledStage, rest: Deferred) -> Decision:
         """Return whether the gradients of a stage's weights are computed later than those of its inputs."""

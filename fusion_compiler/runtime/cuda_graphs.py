@@ -8,9 +8,10 @@ torch.compile(mode="reduce-overhead") uses), with one pool for all. Results lie 
 take their place. PyTorch raises where an overwritten one is read; what is to be kept longer is cloned.
 
 Where a graph is recorded unasked (`Terms`) they are those of `recording`, which cost the host less: no result
-that somebody holds is overwritten, and whatever a CUDA graph does not foresee runs as without: a forward
-before the last one's backward, a graph that the user records, a profile, another stream. How much memory they
-may keep is `Options.graph_memory` (`graph_pool`).
+that somebody holds is overwritten, and whatever a CUDA graph does not foresee runs as without: a graph that
+the user records, a profile, another stream. A forward that is called again before its backward, as a
+pipeline's stages are, has a CUDA graph for each of these calls (`pairs.Lane`). How much memory they may keep
+is `Options.graph_memory` (`graph_pool`).
 
 Inference whose sizes differ from call to call, or that writes into memory which may be elsewhere the next
 time (a cache of keys and values that `generate` makes for each prompt), is recorded in each form that comes
@@ -49,6 +50,7 @@ from fusion_compiler.runtime.pairs import (
     not_replayed,
     replayed,
     report_to,
+    while_in_place,
 )
 from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
@@ -131,6 +133,13 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     return None
 
 
+def _shared(gm: fx.GraphModule) -> str | None:
+    """Return why a graph is not recorded unasked if other processes take part in it."""
+    targets = (n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload))
+    collective = next((target for target in targets if "c10d" in target.namespace), None)
+    return None if collective is None else f"other processes take part in {collective}"
+
+
 def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
     """Return a result that is a view of an argument, or of memory that another result shows as well, or
     None."""
@@ -199,7 +208,7 @@ class Recordings:
         self._limit = limit
         self._forwards: dict[str, int] = {}  # graph -> index of its device
         self._pairs: dict[str, Pair] = {}
-        self._pools: dict[int, Pool] = {}  # by the index of the device
+        self._pools: dict[int, list[Pool]] = {}  # by the index of the device, one for each lane
 
     def wrap(
         self,
@@ -221,6 +230,8 @@ class Recordings:
         graph = info.name.partition(".")[0]
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
+        if reason is None and terms is not None:
+            reason = _shared(gm)
         predicted = None
         if reason is None and terms is not None and not form.sizes:  # each size is judged by itself
             predicted = terms(None)
@@ -245,11 +256,12 @@ class Recordings:
             return plain, not_replayed(reason)
         return after_one(plain, _if_last(plain, recorded(run, gm, inputs, info, index))), asked
 
-    def _pool(self, gm: fx.GraphModule) -> Pool:
+    def _pool(self, gm: fx.GraphModule, lane: int = 0) -> Pool:
         index = _device_index(gm)
-        if index not in self._pools:
-            self._pools[index] = Pool(index, self._limit)
-        return self._pools[index]
+        pools = self._pools.setdefault(index, [])
+        while len(pools) <= lane:
+            pools.append(Pool(index, self._limit, pools))
+        return pools[lane]
 
     def _unasked(
         self, run: Boxed, gm: fx.GraphModule, info: GraphInfo, terms: Terms | str | None, note: Note
@@ -264,10 +276,9 @@ class Recordings:
             return pair.backward(run, info.static_inputs, terms, note)
         if not isinstance(terms, Terms):
             return run, not_replayed(terms or "")
-        pool = self._pool(gm)
-        if (reason := pool.refusal(terms.peak)) is not None:
+        if (reason := self._pool(gm).refusal(terms.peak)) is not None:
             return run, not_replayed(reason)
-        pair = self._pairs[graph] = Pair(run, pool, terms, info, note)
+        pair = self._pairs[graph] = Pair(run, functools.partial(self._pool, gm), terms, info, note)
         return pair.forward, pair.decision
 
     def _inference(
@@ -303,11 +314,12 @@ class Recordings:
                     text = f"{text}, but with the sizes that it was captured with: {reason}"
             report = report_to(note, lambda: text)
             calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report)
-            later = Recorder(run, pool, calls)
+            recorder = Recorder(run, pool, calls)
+            later = while_in_place(
+                run, unless(paused, run, recorder), info.static_inputs, lambda why: recorder.give_back(why)
+            )
         if tuning is not None and (places := repeatable(gm)) is not None:
             later = after_one(_tuned(run, later, tuning, places, index), later)
-        if terms is not None:
-            later = unless(paused, run, later)
         decision = replayed(text, Outcome.FORCED if terms is None else Outcome.DONE)
         if form == Form():
             return after_one(run, later), decision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,8 +62,9 @@ class Pool:
     `may_replay` allows it only where nobody holds results in other memory of the pool.
     """
 
-    def __init__(self, index: int, limit: float | int) -> None:
-        """Create a pool on the device `index`. limit: `Options.graph_memory`."""
+    def __init__(self, index: int, limit: float | int, pools: Sequence[Pool] = ()) -> None:
+        """Create a pool on the device `index`. limit: `Options.graph_memory`, of all `pools` together."""
+        self._pools = pools
         self.turn = threading.Lock()  # held while a graph is captured or replayed
         self.index, self._limit = index, limit
         self._memory: tuple[Any, torch.cuda.Stream] | None = None  # PyTorch's pool, and the capturing stream
@@ -126,7 +127,8 @@ class Pool:
 
     def refusal(self, needed: int) -> str | None:
         """Return why a graph that would keep `needed` bytes more is not recorded, or None if it may be."""
-        kept, free = self.kept, self.free_bytes()
+        kept = self.kept + sum(pool.kept for pool in self._pools if pool is not self)
+        free = self.free_bytes()
         most = int(self._limit * free) if isinstance(self._limit, float) else self._limit
         if kept + needed <= most:
             return None

@@ -26,6 +26,8 @@ SLOWEST_HOST = 4.0  # the same, for a host on which CUDA graphs may still pay, s
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
 TIMED = 3  # steps of each kind; the fastest one counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
+MOVED = "a process group is there, and parameters have moved"
+MOST_LANES = 8  # CUDA graphs of one forward that wait for their backward at the same time
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
 RULE = "CUDA graph"
@@ -82,9 +84,33 @@ class Terms:
             return f"its launches take {self.host_us:.0f} us, a CUDA graph's {self.replay_us:.0f} us"
         if slower * self.host_us <= self.recorded_us:
             return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us{copies}"
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return "a process group is there, which may move parameters"
         return None
+
+
+def while_in_place(
+    plain: Boxed, later: Boxed, static: Sequence[int], moved: Callable[[str], None]
+) -> Boxed:
+    """Return a function that calls `later` as long as parameters lie where they lay first, and then `plain`.
+
+    static: their positions among the arguments. moved: called once with the reason. Without a process group,
+    nothing moves them, and `later` is returned.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return later
+    first: list[int] | None = None
+    current = later
+
+    def call(arguments: list[Any]) -> Any:
+        nonlocal first, current
+        if current is later:
+            places = [arguments[i].data_ptr() for i in static]
+            first = first or places
+            if places != first:
+                current = plain
+                moved(MOVED)
+        return current(arguments)
+
+    return boxed(call)
 
 
 def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
@@ -169,11 +195,56 @@ class Trial:
         return f"a step takes {self.us[False]:.0f} us, and with CUDA graphs {self.us[True]:.0f} us"
 
 
+@dataclass
+class Lane:
+    """A lane is a forward and its backward as CUDA graphs, in a pool that they share with the same lane of
+    other graphs. Where a forward is called again before its backward, the next lane takes it: no replay in
+    one lane writes what another one has saved.
+
+    replayed: calls the recorder of the forward; backward: that of the backward, once there is one.
+    """
+
+    pool: Pool
+    recorder: Recorder
+    replayed: Boxed
+    backward: Boxed | None = None
+    backward_recorder: Recorder | None = None
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        return [self.recorder] if self.backward_recorder is None else [self.recorder, self.backward_recorder]
+
+    def is_busy(self, arguments: Sequence[Any]) -> bool:
+        """True if the forward that would be replayed waits for its backward."""
+        return any(r.is_awaited and r.fits(arguments) for r in self.recorder.recordings)
+
+    def saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
+        """Yield the positions of what replays of the forward have saved."""
+        replayed = [recording.places for recording in self.recorder.recordings if recording.is_awaited]
+        tensors = ((i, v.data_ptr()) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
+        return (i for i, place in tensors if any(place in places for places in replayed))
+
+    def take(self, recorder: Recorder, arguments: list[Any]) -> list[int]:
+        """Take over the memory of what the forward saved, for a capture of the backward. Drop graphs of other
+        backwards whose forward is gone."""
+        taken, forwards = list(self.saved_in(arguments)), self.recorder.recordings
+        places = {arguments[i].data_ptr() for i in taken}
+        aliases: dict[int, Any] = {}
+        for recording in forwards:
+            if recording.places & places:
+                aliases |= recording.release()
+        for i in taken:
+            arguments[i] = aliases[id(arguments[i])] if id(arguments[i]) in aliases else unowned(arguments[i])
+        recorder.recordings[:] = [b for b in recorder.recordings if any(f.places & b.reads for f in forwards)]
+        return taken
+
+
 class Pair:
     """A pair is a forward and its backward.
 
-    A forward is replayed if its pool allows it, which is not before the backward of its last replay has run,
-    or what that saved was released. Any other forward runs without a CUDA graph, and so does its backward.
+    A forward is replayed in the first lane whose last replay of it is over: its backward has run, or what it
+    saved was released. If there is none, and for as long as its pool does not allow a replay, it runs without
+    a CUDA graph, and so does its backward.
 
     If prediction does not say whether that pays, it is tried.
     """
@@ -181,37 +252,76 @@ class Pair:
     def __init__(
         self,
         plain: Boxed,
-        pool: Pool,
+        pools: Callable[[int], Pool],
         terms: Terms,
         info: GraphInfo,
         note: Note,
     ) -> None:
-        """Create a pair from its forward: `plain`, `terms`, `info` and `note` are the forward's."""
-        self._pool, self._terms, self._note = pool, terms, note
+        """Create a pair from its forward: `plain`, `terms`, `info` and `note` are the forward's. pools:
+        returns the pool of a lane, by its number."""
+        self._plain, self._pools, self._info = plain, pools, info
+        self._terms, self._note = terms, note
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
         self._trial: Trial | None = None
         self._why = UNASKED  # it is recorded
-        calls = Calls(
-            static=lambda _: info.static_inputs,
-            shown=info.outputs,
-            most=MOST_FORMS,
-            needed=lambda: terms.peak + self._beside,
-            twice=True,
-            lends=True,
-            report=report_to(note, lambda: self._why),
-        )
-        self._recorder = Recorder(plain, pool, calls)
-        self._recorders = {self._recorder: note}  # of the forward and the backward
-        replayed = unless(paused, plain, self._recorder)
+        self._notes: list[Note] = [note]  # of the forward and the backward
+        self._with_backward: Callable[[Lane], None] = lambda lane: None
+        self._most = MOST_LANES
+        self._lanes: list[Lane] = []
+        self._add_lane()
 
         def forward(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._try(self._trial)
-            return plain(arguments) if self._refusal is not None else replayed(arguments)
+            if self._refusal is not None or (lane := self._lane(arguments)) is None:
+                return plain(arguments)
+            return lane.replayed(arguments)
 
-        self.forward = boxed(forward)
+        self.forward = while_in_place(plain, boxed(forward), info.static_inputs, self._leave)
         self.decision = self._decision()
+
+    def _add_lane(self) -> None:
+        calls = Calls(
+            static=lambda _: self._info.static_inputs,
+            shown=self._info.outputs,
+            most=MOST_FORMS,
+            needed=lambda: self._terms.peak + self._beside,
+            twice=True,
+            lends=True,
+            report=self._report(0, len(self._lanes)),
+        )
+        pool = self._pools(len(self._lanes))
+        recorder = Recorder(self._plain, pool, calls)
+        self._lanes.append(Lane(pool, recorder, unless(paused, self._plain, recorder)))
+        self._with_backward(self._lanes[-1])
+
+    def _lane(self, arguments: Sequence[Any]) -> Lane | None:
+        """Return the lane in which a forward may be replayed, a new one if need be; None if there is none."""
+        for lane in self._lanes:
+            if not lane.is_busy(arguments):
+                return lane
+        if len(self._lanes) == self._most:
+            return None
+        self._add_lane()
+        return self._lanes[-1]
+
+    def _report(self, place: int, lane: int) -> Callable[[str | None, int], None]:
+        """Return the function that notes why a graph is not recorded, or what it keeps. place: of its note
+        and its recorder, 0 for the forward's. A refusal in a later lane ends lanes alone."""
+
+        def report(reason: str | None, kept: int) -> None:
+            if reason is None:
+                kept = sum(each.recorders[place].kept for each in self._lanes if place < len(each.recorders))
+                report_to(self._notes[place], lambda: self._why)(None, kept)
+            elif lane:
+                self._most = lane
+            else:
+                self._notes[place](not_replayed(reason))
+                if place:
+                    self._leave_alone()
+
+        return report
 
     def backward(
         self, plain: Boxed, static: Sequence[int], terms: Terms | str | None, note: Note
@@ -228,57 +338,61 @@ class Pair:
         both = self._terms + terms
         is_open = both.refusal is not None and both.is_open
         reason = None if is_open else both.refusal
-        reason = reason or self._pool.refusal(self._terms.peak + self._beside)
+        reason = reason or self._lanes[0].pool.refusal(self._terms.peak + self._beside)
         if reason is not None:
             self._leave(reason)
             return plain, not_replayed(reason)
         self._refusal = TRIED if is_open else None
-        self._trial = Trial(self._pool.index) if is_open else None
+        self._trial = Trial(self._lanes[0].pool.index) if is_open else None
         self._note(self._decision())
+        self._notes.append(note)
 
-        def owning(arguments: list[Any]) -> Any:
-            """Run without a CUDA graph, with results that do not lie in the pool."""
-            for i in list(self._saved_in(arguments)):
-                arguments[i] = again(arguments[i])
-            return plain(arguments)
+        def add(lane: Lane) -> None:
+            self._add_backward(lane, plain, static)
 
-        recorder = self._backward_recorder(plain, owning, static, note)
-        replayed = unless(lambda: paused() or is_kept(), owning, recorder)
+        self._with_backward = add
+        for lane in self._lanes:
+            add(lane)
 
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._trial.backward()
-            if next(self._saved_in(arguments), None) is not None:
-                return replayed(arguments)
+            for lane in self._lanes:
+                if lane.backward is not None and next(lane.saved_in(arguments), None) is not None:
+                    return lane.backward(arguments)
             return plain(arguments)
 
         return after_one(plain, call), self._decision()
 
-    def _backward_recorder(self, plain: Boxed, owning: Boxed, static: Sequence[int], note: Note) -> Recorder:
-        """Return the recorder of the backward. owning: the backward without a CUDA graph."""
-        report = report_to(note, lambda: self._why)
+    def _add_backward(self, lane: Lane, plain: Boxed, static: Sequence[int]) -> None:
+        """Give a lane its backward."""
 
-        def reported(reason: str | None, kept: int) -> None:
-            report(reason, kept)
-            if reason is not None:
-                self._leave_alone()
+        def owning(arguments: list[Any]) -> Any:
+            """Run without a CUDA graph, with results that do not lie in the pool."""
+            for i in list(lane.saved_in(arguments)):
+                arguments[i] = again(arguments[i])
+            return plain(arguments)
 
         calls = Calls(
-            static=lambda arguments: {*static, *self._saved_in(arguments)},
+            static=lambda arguments: {*static, *lane.saved_in(arguments)},
             most=MOST_FORMS,
             needed=lambda: self._beside,
             lends=True,
-            take=lambda arguments: self._take(recorder, arguments),
-            anew=self._recorder.recordings.clear,
+            take=lambda arguments: lane.take(recorder, arguments),
+            anew=lane.recorder.recordings.clear,
             plain=owning,
-            report=reported,
+            report=self._report(1, self._lanes.index(lane)),
         )
-        recorder = Recorder(plain, self._pool, calls)
-        self._recorders[recorder] = note
-        return recorder
+        recorder = Recorder(plain, lane.pool, calls)
+        lane.backward_recorder = recorder
+        lane.backward = unless(lambda: paused() or is_kept(), owning, recorder)
 
     def _decision(self) -> Decision:
         return replayed() if self._refusal is None else not_replayed(self._refusal)
+
+    @property
+    def _recorders(self) -> list[Recorder]:
+        return [recorder for lane in self._lanes for recorder in lane.recorders]
 
     def _try(self, trial: Trial) -> None:
         """Record a forward and its backward, or end that, when the steps that were to be timed are over."""
@@ -292,11 +406,12 @@ class Pair:
             self._trial = None
             if trial.refusal is not None:
                 self._leave(trial.refusal)
-                self._pool.renew()
+                for lane in self._lanes:
+                    lane.pool.renew()
                 return
             self._why = f"recorded: {trial}"
-            for recorder, note in self._recorders.items():
-                report_to(note, lambda: self._why)(None, recorder.kept)
+            for place in range(len(self._notes)):
+                self._report(place, 0)(None, 0)
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""
@@ -310,23 +425,3 @@ class Pair:
         would outlive a backward that releases one by one what it has read."""
         if self._terms.peak > LITTLE and self._refusal is None:
             self._leave(BACKWARD_IS_NOT)
-
-    def _take(self, recorder: Recorder, arguments: list[Any]) -> list[int]:
-        """Take over the memory of what the forward saved, for a capture of the backward. Drop graphs of other
-        backwards whose forward is gone."""
-        taken, forwards = list(self._saved_in(arguments)), self._recorder.recordings
-        places = {arguments[i].data_ptr() for i in taken}
-        aliases: dict[int, Any] = {}
-        for recording in forwards:
-            if recording.places & places:
-                aliases |= recording.release()
-        for i in taken:
-            arguments[i] = aliases[id(arguments[i])] if id(arguments[i]) in aliases else unowned(arguments[i])
-        recorder.recordings[:] = [b for b in recorder.recordings if any(f.places & b.reads for f in forwards)]
-        return taken
-
-    def _saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
-        """Yield the positions of what replays of the forward have saved."""
-        replayed = [recording.places for recording in self._recorder.recordings if recording.is_awaited]
-        tensors = ((i, v.data_ptr()) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
-        return (i for i, place in tensors if any(place in places for places in replayed))

@@ -167,6 +167,19 @@ def test_a_backward_that_cannot_be_split_runs_at_once_and_says_why() -> None:
     check_gradients(model, [], lambda: model(x)[0].sum())
 
 
+def test_what_was_written_between_the_halves_raises() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    fast = fc.compile(model, backend="eager")
+    x = torch.randn(3, 8, dtype=torch.double, requires_grad=True)
+    y = fast(x)
+    with deferring() as deferred:
+        y.square().sum().backward()
+    with torch.no_grad():
+        x.add_(1)  # the gradient of the first weight reads it
+    with pytest.raises(RuntimeError, match=r"shape \[3, 8\] were modified by an inplace operation"):
+        deferred.run()
+
+
 def test_sizes_among_the_arguments_are_no_obstacle_to_right_gradients() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
     fast = fc.compile(model, backend="eager", dynamic=True)

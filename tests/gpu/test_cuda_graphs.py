@@ -56,15 +56,15 @@ def test_inference_replays_with_new_values_and_new_sizes() -> None:
 
 
 def steps_beside_eager(fast: Any, model: nn.Module, count: int, pattern: str) -> None:
-    """Steps of forwards (f), backwards (b) of the last one that has had none, and calls that are dropped (d);
-    gradients add up, and every result is kept to the end."""
+    """Steps of forwards (f), backwards of the last one that has had none (b) or of the first (o), and calls
+    that are dropped (d); gradients add up, and every result is kept to the end."""
     kept: list[tuple[Tensor, Tensor]] = []
     exact = copy.deepcopy(model).double()
     for _ in range(count):
         pending: list[tuple[Tensor, Tensor]] = []
         for letter in pattern:
-            if letter == "b":
-                ours, truth = pending.pop()
+            if letter in "bo":
+                ours, truth = pending.pop(-1 if letter == "b" else 0)
                 ours.square().mean().backward()
                 truth.square().mean().backward()
                 continue
@@ -80,7 +80,7 @@ def steps_beside_eager(fast: Any, model: nn.Module, count: int, pattern: str) ->
         torch.testing.assert_close(ours.grad.double(), truth.grad, rtol=1e-3, atol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb"])
+@pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb", "ffofofoo"])
 def test_unasked_recordings_keep_every_result(pattern: str) -> None:
     model = Block().to(CUDA)
     fast = fc.compile(model, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from fusion_compiler.runtime import boxed, cuda_graphs, graph_pool, pairs, recor
 from fusion_compiler.runtime.boxed import Boxed
 from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED
 from fusion_compiler.runtime.graph_pool import Pool
-from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, TRIED, UNASKED, Terms
+from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, MOVED, TRIED, UNASKED, Terms
 from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from tests.fake_gpu import FakeGpu, use
 from tests.runtime.test_cuda_graphs import Net
@@ -37,8 +37,8 @@ class FakePool(Pool):
     capture leaves free, once they are read.
     """
 
-    def __init__(self, index: int = 0, limit: float | int = 0.125) -> None:
-        super().__init__(index, limit)
+    def __init__(self, index: int = 0, limit: float | int = 0.125, pools: Sequence[Pool] = ()) -> None:
+        super().__init__(index, limit, pools)
         self.beside = False
         self.captures = self.replayed = 0
         self.results: list[list[Any]] = []  # storages, by capture
@@ -107,9 +107,9 @@ def recorder(
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[FakePool]:
     created: list[FakePool] = []
 
-    def pool(index: int, limit: float | int) -> FakePool:
+    def pool(index: int, limit: float | int, others: Sequence[Pool]) -> FakePool:
         assert index == 0
-        created.append(FakePool(index, limit))
+        created.append(FakePool(index, limit, others))
         return created[-1]
 
     monkeypatch.setattr(cuda_graphs, "Pool", pool)
@@ -221,11 +221,12 @@ def kept_by(plan: Any) -> str:
 
 
 def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
-    """Forwards (f), backwards (b) of the last one without, and calls that are dropped (d)."""
+    """Forwards (f), backwards of the last one without (b) or the first one (o), and calls that are
+    dropped (d)."""
     pending: list[tuple[Tensor, Tensor]] = []
     for letter in pattern:
-        if letter == "b":
-            for result in pending.pop():
+        if letter in "bo":
+            for result in pending.pop(-1 if letter == "b" else 0):
                 result.square().sum().backward()
             continue
         x = torch.randn(3, 8)
@@ -236,8 +237,22 @@ def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: s
         del pair
 
 
-@pytest.mark.parametrize("pattern", ["fb", "ffbb", "fdb", "dfb", "fbfb", "fffbbb"])
-def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "captures"),
+    [
+        ("fb", [2]),
+        ("ffbb", [2, 2]),
+        ("fdb", [2, 1]),
+        ("dfb", [2]),
+        ("fbfb", [2]),
+        ("fffbbb", [2, 2, 2]),
+        ("ffofofoo", [2, 2]),
+    ],
+)
+def test_gradients_are_eagers(
+    pattern: str, captures: list[int], pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """captures: in each lane, the second one for forwards that come while another waits for its backward."""
     use(FakeGpu(), monkeypatch)
     model = Net()
     exact = copy.deepcopy(model).double()
@@ -252,9 +267,62 @@ def test_gradients_are_eagers(pattern: str, pools: list[FakePool], monkeypatch: 
             optimizer.zero_grad()
     torch.testing.assert_close(model.steps, exact.steps, check_dtype=False)
     assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2
-    (pool,) = pools
-    assert pool.captures == 2
-    assert pool.replayed >= 5
+    assert [pool.captures for pool in pools] == captures
+    assert all(pool.replayed >= 3 * count for pool, count in zip(pools, captures, strict=True))
+
+
+def test_lanes_end_where_memory_or_their_number_does(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    for most, limit in ((1, 0.125), (8, 1500)):
+        pools.clear()
+        monkeypatch.setattr(pairs, "MOST_LANES", most)
+        model = Net()
+        fast = fc.compile(model, tune=False, strict=True, graph_memory=limit)
+        exact = copy.deepcopy(model).double()
+        for _ in range(4):
+            steps_beside_eager(fast, model, exact, "ffoffooo")
+        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2, "the first lane is kept"
+        assert pools[0].replayed > 4 and 0 < sum(pool.kept for pool in pools) <= max(
+            limit, most == 1 and FREE
+        )
+        assert len(pools) == (1 if most == 1 else 3) and pools[-1].captures == (2 if most == 1 else 0)
+
+
+@pytest.fixture
+def group() -> Generator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_beside_a_process_group_graphs_are_recorded_until_parameters_move(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    counts: list[int] = []
+    for step in range(8):
+        if step == 5:
+            model.linear.weight.data = model.linear.weight.data.clone()
+        if step == 7:
+            model.eval()
+            exact.eval()
+        with torch.set_grad_enabled(step < 7):
+            steps_beside_eager(fast, model, exact, "fb" if step < 7 else "ddd")
+        counts.append(pools[0].replayed)
+    assert counts[1] < counts[4] == counts[6], "there are replays until a parameter has moved"
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    assert [plan.decision("CUDA graph").reason for plan in fast.plan][:2] == [MOVED] * 2
+    assert pools[0].kept == 0 or counts[7] > counts[6], "inference begins anew"
 
 
 @pytest.mark.parametrize("little", [0, 1 << 26])
