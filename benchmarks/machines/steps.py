@@ -93,7 +93,8 @@ class Plans:
 
     @cached_property
     def operators(self) -> Times:
-        return measure_operators(self.work, self.example[1][0].device)
+        args = self.example[1]
+        return measure_operators(self.work, args, {}, args[0].device)
 
     def plan(self, **options: Any) -> fc.Pipeline:
         shared = {"workload": lambda *_, **__: self.work, "measure": lambda *_: self.operators}

@@ -30,13 +30,13 @@ def again(tensor: torch.Tensor) -> torch.Tensor:
     return empty.copy_(tensor)
 
 
-def random_like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the sizes, strides and dtype of another one, to measure what reads it.
 
     Floats are normal, and zero in 8 bits; integers are zero, which is in range as an index; conditions hold.
     """
     shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-    empty = torch.empty_strided(shape, stride, dtype=dtype, device=device or tensor.device)
+    empty = torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
     if dtype.is_floating_point and dtype.itemsize > 1:
         return empty.normal_()
     return empty.fill_(1) if dtype is torch.bool else empty.zero_()

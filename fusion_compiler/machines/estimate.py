@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.device import DeviceSpec, device_spec
-from fusion_compiler.ir.views import random_like
-from fusion_compiler.machines.workload import Workload, is_view
+from fusion_compiler.machines.workload import Workload, is_view, mutated
 from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
@@ -28,6 +28,7 @@ from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contractio
 Times = tuple[tuple[float, float], ...]  # forward and backward microseconds of each operator
 GATHERS = ("embedding", "index_select", "gather", "index")
 REPETITIONS = 5
+ROWS = 64  # of the shorter product that measures a CPU
 WAIT_CYCLES = 2_000_000  # of a GPU: about a millisecond
 ATTENTION_PRODUCTS = 2.5  # of the backward pass, for each one of the forward pass
 
@@ -89,14 +90,16 @@ def spec_of(device: DeviceSpec | str) -> DeviceSpec:
 
 @functools.cache
 def this_cpu(threads: int) -> DeviceSpec:
-    """Measure this process's CPU with so many threads, in about a tenth of a second: the flops of a product
-    in float32, the bandwidth of a copy, and the time of the smallest operator."""
+    """Measure this process's CPU with so many threads, in about a tenth of a second: the bandwidth of a copy,
+    and of products in float32 the flops and the time that even a short one takes."""
     with torch.no_grad():
         a, big, small = torch.randn(512, 512), torch.randn(1 << 23), torch.randn(16)
-        into = torch.empty_like(big)
-        flops = 2 * 512**3 / median_us(lambda: a @ a) * 1e6
+        into, few = torch.empty_like(big), a[:ROWS]
         copied = 2 * big.nbytes / median_us(lambda: into.copy_(big)) * 1e6
-        call = median_us(lambda: small + small)
+        long, short = median_us(lambda: a @ a), median_us(lambda: few @ a)
+        row = max(long - short, long / 2) / (len(a) - ROWS)
+        flops = 2 * 512**2 / row * 1e6
+        call = max(short - ROWS * row, median_us(lambda: small + small))
     return DeviceSpec(
         name=f"cpu of {threads} threads",
         patterns=(),
@@ -187,15 +190,62 @@ def timed_passes(
     return forward, backward if any(t.requires_grad for t in results) else 0.0, results
 
 
-def measure(work: Workload, device: torch.device) -> Times:
-    """Return the time of each operator on this machine, forward and backward: of operators with equal
-    arguments one runs, on random numbers (indices are zero). On a GPU the host's time does not count."""
-    times: dict[Hashable, tuple[float, float]] = {}
-    for name in work.order:
-        node = work.dag.nodes[name]
-        if (key := signature(work, node)) not in times:
-            times[key] = measure_node(work, node, device)
-    return tuple(times[signature(work, work.dag.nodes[name])] for name in work.order)
+def measure(work: Workload, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Times:
+    """Run a model on these arguments, and return the time of each operator, forward and backward. Of
+    operators with equal arguments one is timed. On a GPU the host's time does not count."""
+    interpreter = Measuring(work, device)
+    interpreter.run(*pytree.tree_leaves((args, dict(kwargs))), enable_io_processing=False)
+    return tuple(interpreter.times[signature(work, work.dag.nodes[name])] for name in work.order)
+
+
+class Measuring(fx.Interpreter):
+    """Run the graph of a workload without gradients, and time each operator apart on the values that it gets.
+    The model's buffers stay as they are. times: by `signature`."""
+
+    def __init__(self, work: Workload, device: torch.device) -> None:
+        super().__init__(work.graph)
+        self.work, self.clock = work, Clock(device)
+        self.times: dict[Hashable, tuple[float, float]] = {}
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = super().get_attr(target, args, kwargs)
+        is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        return value.clone() if is_buffer else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.name in self.work.position and (key := signature(self.work, n)) not in self.times:
+            self.times[key] = (0.0, 0.0) if is_view(n.target) else self.timed(n)
+        with torch.no_grad():
+            return super().run_node(n)
+
+    def timed(self, node: fx.Node) -> tuple[float, float]:
+        """Return the time of an operator, forward and backward."""
+        differentiable, added = self.work.differentiable, self.work.accumulated(node.name)
+        fresh: list[Tensor] = []
+
+        def operand(n: fx.Node) -> Any:
+            def leaf(value: Tensor) -> Tensor:
+                has_gradient = n.name in differentiable and value.is_floating_point()
+                value = value.detach().requires_grad_(has_gradient)
+                if n.name not in added:
+                    fresh.append(value)
+                return value
+
+            return pytree.tree_map_only(Tensor, leaf, self.env[n])
+
+        args: Any = map_arg(node.args, operand)
+        kwargs: Any = map_arg(node.kwargs, operand)
+        target: Any = node.target
+
+        def call() -> Any:
+            return target(*args, **kwargs)
+
+        def call_on_copies() -> Any:
+            copies = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+            return target(*copies[0], **copies[1])
+
+        run = call_on_copies if mutated(node) else call
+        return timed_passes(run, self.clock, node.name in differentiable, fresh, ahead=True)[:2]
 
 
 def signature(work: Workload, node: fx.Node) -> Hashable:
@@ -214,33 +264,3 @@ def signature(work: Workload, node: fx.Node) -> Hashable:
 
 def value_of(work: Workload, node: fx.Node) -> Any:
     return work.tensor(node.name) if node.op == "get_attr" else node.meta.get("val")
-
-
-def measure_node(work: Workload, node: fx.Node, device: torch.device) -> tuple[float, float]:
-    if is_view(node.target):
-        return 0.0, 0.0
-
-    added = work.accumulated(node.name)
-    fresh: list[Tensor] = []
-
-    def operand(tensor: Tensor, name: str) -> Tensor:
-        value = random_operand(tensor, device, name in work.differentiable)
-        if name not in added:
-            fresh.append(value)
-        return value
-
-    def example(arg: object) -> Any:
-        if not isinstance(arg, fx.Node):
-            return arg
-        return pytree.tree_map_only(Tensor, lambda t: operand(t, arg.name), value_of(work, arg))
-
-    args, kwargs = pytree.tree_map(example, (node.args, node.kwargs))
-    target: Any = node.target
-    trained = node.name in work.differentiable
-    return timed_passes(lambda: target(*args, **kwargs), Clock(device), trained, fresh, ahead=True)[:2]
-
-
-def random_operand(tensor: Tensor, device: torch.device, gradient: bool) -> Tensor:
-    with torch.no_grad():
-        operand = random_like(tensor, device)
-    return operand.requires_grad_(gradient and tensor.dtype.is_floating_point)

@@ -68,14 +68,16 @@ def partition(
         best ones; the machines keep their order.
     repeated: the operators that each stage which reads them computes. The default is those that take less
         to compute than to send. With `cuts`, machines and links, another process makes the same stages.
-    measured: measure each operator on this machine, on the model's device, instead of estimating it from its
-        arithmetic and bytes. All machines have these times then, divided by their `speed`.
+    measured: run the model on this machine and time each operator, on the model's device, instead of
+        estimating it from its arithmetic and bytes. All machines have these times then, divided by their
+        `speed`.
     optimizer_bytes: what the optimizer keeps for each element of a trained parameter.
     A model in training mode is trained: memory holds gradients, optimizer state and the activations of the
     microbatches in flight, and gradients cross the cuts.
 
     Raises NotCallableError, NotExportableError, InvalidOptionError, UnsupportedDeviceError, and MachinesError
-    if a pair of machines has no link or the model does not fit.
+    if a pair of machines has no link, the model does not fit, or a model on the meta device is to be
+    measured.
 
     Sources: FusionLLM (arXiv 2410.12707) for the machines' order and the estimate, GPipe (arXiv 1811.06965),
     1F1B and its interleaved form (arXiv 2104.04473), zero bubble (arXiv 2401.10241).
@@ -91,7 +93,7 @@ def partition(
     table = link_table(machines, [links] if isinstance(links, Link) else list(links))
     work = workload(model, args, kwargs or {}, training=model.training)
     kinds = tuple(dict.fromkeys((m.device, m.speed) for m in machines))
-    times = times_of(work, kinds, measured)
+    times = times_of(work, kinds, measure_here(work, args, kwargs or {}) if measured else None)
     if repeated is None:
         slowest = max(([forward for forward, _ in each] for each in times), key=sum)
         send = min(table.values(), key=lambda link: link.bytes_per_s, default=None)
@@ -280,12 +282,18 @@ def link_table(machines: Sequence[Machine], links: Sequence[Link]) -> dict[tuple
     return table
 
 
-def times_of(
-    work: Workload, kinds: Sequence[tuple[DeviceSpec | str, float]], measured: bool
-) -> tuple[Times, ...]:
-    """Return the operators' times on each kind of machine."""
+def measure_here(work: Workload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Times:
+    """Return the operators' times on the model's device. Raise MachinesError if that is the meta device."""
     tensors = [t for n in work.attributes if isinstance(t := work.tensor(n), torch.Tensor)]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    here = measure(work, device) if measured else None
+    if any(t.is_meta for t in tensors):
+        detail = "a model on the meta device cannot be measured"
+        raise MachinesError(detail=detail, todo="give it real parameters, or leave out measured=True")
+    return measure(work, args, kwargs, tensors[0].device if tensors else torch.device("cpu"))
+
+
+def times_of(
+    work: Workload, kinds: Sequence[tuple[DeviceSpec | str, float]], here: Times | None
+) -> tuple[Times, ...]:
+    """Return the operators' times on each kind of machine. here: as measured on this machine."""
     pairs = [(here or estimate(work, spec_of(device)), speed) for device, speed in kinds]
     return tuple(tuple((f / speed, b / speed) for f, b in each) for each, speed in pairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from fusion_compiler.errors import (
     NotExportableError,
     OtherGraphError,
 )
-from fusion_compiler.machines.estimate import Clock, estimate, spec_of, timed_passes
+from fusion_compiler.machines.estimate import Clock, Measuring, estimate, measure, spec_of, timed_passes
 from fusion_compiler.machines.workload import workload
 from fusion_compiler.ops.table import Kind
 
@@ -372,6 +373,43 @@ def test_measured_times_are_those_of_this_machine() -> None:
     cpus = [fc.Machine(name, "cpu") for name in "ab"]
     estimated = fc.partition(model, (torch.randn(256, 64),), machines=cpus, links=LINK, cuts=plan.cuts)
     assert 0.05 < estimated.step_us / plan.step_us < 20
+
+
+class Written(nn.Module):
+    """It writes in place, looks rows up, and has a buffer and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(50, 8), nn.BatchNorm1d(8), nn.Linear(8, 50)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        y = self.norm(self.words(x).flatten(0, 1)) + shift
+        return self.head(y.relu_())
+
+
+def test_measuring_runs_the_model_on_its_own_values_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Written(), torch.randint(0, 50, (3, 7))
+    before = copy.deepcopy(model.state_dict())
+    work = workload(model, (x,), {"shift": torch.ones(8)}, training=True)
+    values: dict[str, Any] = {}
+    run_node = Measuring.run_node
+
+    def kept(self: Measuring, n: fx.Node) -> Any:
+        values[n.name] = run_node(self, n)
+        return values[n.name]
+
+    monkeypatch.setattr(Measuring, "run_node", kept)
+    times = measure(work, (x,), {"shift": torch.ones(8)}, torch.device("cpu"))
+    trained = {name: us for name, us in zip(work.order, times, strict=True) if name in work.differentiable}
+    assert all(us[0] > 0 and us[1] > 0 for name, us in trained.items() if "flatten" not in name)
+    torch.testing.assert_close(values["output"][0], copy.deepcopy(model)(x, torch.ones(8)))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(MachinesError, match="meta device cannot be measured"):
+        args = x.to("meta"), torch.ones(8, device="meta")
+        fc.partition(Written().to("meta"), args, machines=THREE[:2], links=LINK, measured=True)
 
 
 def test_a_rehearsal_measures_the_stages_and_changes_nothing() -> None:
