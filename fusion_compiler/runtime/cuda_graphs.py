@@ -46,11 +46,11 @@ from fusion_compiler.runtime.pairs import (
     UNASKED,
     Note,
     Pair,
+    Places,
     Terms,
     not_replayed,
     replayed,
     report_to,
-    while_in_place,
 )
 from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
@@ -315,8 +315,8 @@ class Recordings:
             report = report_to(note, lambda: text)
             calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report)
             recorder = Recorder(run, pool, calls)
-            later = while_in_place(
-                run, unless(paused, run, recorder), info.static_inputs, lambda why: recorder.give_back(why)
+            later = Places(info.static_inputs).unless_moved(
+                run, unless(paused, run, recorder), lambda why: recorder.give_back(why)
             )
         if tuning is not None and (places := repeatable(gm)) is not None:
             later = after_one(_tuned(run, later, tuning, places, index), later)

@@ -87,30 +87,38 @@ class Terms:
         return None
 
 
-def while_in_place(
-    plain: Boxed, later: Boxed, static: Sequence[int], moved: Callable[[str], None]
-) -> Boxed:
-    """Return a function that calls `later` as long as parameters lie where they lay first, and then `plain`.
+class Places:
+    """The places of a graph's parameters. Beside a process group these may move, as with FSDP: a graph that
+    is captured anew wherever they lie would cost more than it saves."""
 
-    static: their positions among the arguments. moved: called once with the reason. Without a process group,
-    nothing moves them, and `later` is returned.
-    """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return later
-    first: list[int] | None = None
-    current = later
+    def __init__(self, static: Sequence[int]) -> None:
+        """static: positions of the parameters among the arguments."""
+        self._static = static
+        self._first: list[int] | None = None
+        distributed = torch.distributed
+        self._may_move = distributed.is_available() and distributed.is_initialized()
 
-    def call(arguments: list[Any]) -> Any:
-        nonlocal first, current
-        if current is later:
-            places = [arguments[i].data_ptr() for i in static]
-            first = first or places
-            if places != first:
+    def have_moved(self, arguments: Sequence[Any]) -> bool:
+        """True if a parameter does not lie where it was at the first call."""
+        if not self._may_move:
+            return False
+        places = [arguments[i].data_ptr() for i in self._static]
+        self._first = self._first or places
+        return places != self._first
+
+    def unless_moved(self, plain: Boxed, later: Boxed, leave: Callable[[str], None]) -> Boxed:
+        """Return a function that calls `later` until parameters have moved, then `leave` once with that
+        reason, and `plain` from then on."""
+        current = later
+
+        def call(arguments: list[Any]) -> Any:
+            nonlocal current
+            if current is later and self.have_moved(arguments):
                 current = plain
-                moved(MOVED)
-        return current(arguments)
+                leave(MOVED)
+            return current(arguments)
 
-    return boxed(call)
+        return boxed(call) if self._may_move else later
 
 
 def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
@@ -201,13 +209,15 @@ class Lane:
     other graphs. Where a forward is called again before its backward, the next lane takes it: no replay in
     one lane writes what another one has saved.
 
-    replayed: calls the recorder of the forward; backward: that of the backward, once there is one.
+    replayed: calls the recorder of the forward; backward: that of the backward, once there is one. owning:
+    the backward without a CUDA graph, with results that do not lie in the pool.
     """
 
     pool: Pool
     recorder: Recorder
     replayed: Boxed
     backward: Boxed | None = None
+    owning: Boxed | None = None
     backward_recorder: Recorder | None = None
 
     @property
@@ -278,7 +288,7 @@ class Pair:
                 return plain(arguments)
             return lane.replayed(arguments)
 
-        self.forward = while_in_place(plain, boxed(forward), info.static_inputs, self._leave)
+        self.forward = Places(info.static_inputs).unless_moved(plain, boxed(forward), self._leave)
         self.decision = self._decision()
 
     def _add_lane(self) -> None:
@@ -354,13 +364,19 @@ class Pair:
         for lane in self._lanes:
             add(lane)
 
+        places = Places(static)
+
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._trial.backward()
-            for lane in self._lanes:
-                if lane.backward is not None and next(lane.saved_in(arguments), None) is not None:
-                    return lane.backward(arguments)
-            return plain(arguments)
+            has_saved = (lane for lane in self._lanes if next(lane.saved_in(arguments), None) is not None)
+            if (lane := next(has_saved, None)) is None or lane.backward is None or lane.owning is None:
+                return plain(arguments)
+            if not places.have_moved(arguments):
+                return lane.backward(arguments)
+            results = lane.owning(arguments)
+            self._leave(MOVED)
+            return results
 
         return after_one(plain, call), self._decision()
 
@@ -368,7 +384,6 @@ class Pair:
         """Give a lane its backward."""
 
         def owning(arguments: list[Any]) -> Any:
-            """Run without a CUDA graph, with results that do not lie in the pool."""
             for i in list(lane.saved_in(arguments)):
                 arguments[i] = again(arguments[i])
             return plain(arguments)
@@ -384,7 +399,7 @@ class Pair:
             report=self._report(1, self._lanes.index(lane)),
         )
         recorder = Recorder(plain, lane.pool, calls)
-        lane.backward_recorder = recorder
+        lane.backward_recorder, lane.owning = recorder, owning
         lane.backward = unless(lambda: paused() or is_kept(), owning, recorder)
 
     def _decision(self) -> Decision:

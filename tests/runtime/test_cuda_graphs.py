@@ -498,3 +498,12 @@ def test_chunks_of_a_loss_count_with_all_that_they_launch() -> None:
     one = step_time(bodies[0], device)
     assert loop.sizes == (loop.chunk,) * loop.count and len(bodies) == 1
     assert loop.host_us == loop.count * one.host_us and loop.gpu_us == pytest.approx(loop.count * one.gpu_us)
+
+
+def test_a_graph_with_a_collective_is_not_recorded_unasked() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")),))
+    reason = cuda_graphs._shared(fx.GraphModule({}, graph))
+    assert reason == "other processes take part in _c10d_functional.all_reduce.default"
+    assert cuda_graphs._shared(fx.symbolic_trace(lambda x: x + 1)) is None

@@ -301,28 +301,52 @@ def group() -> Generator[None]:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_between", [False, True])
 def test_beside_a_process_group_graphs_are_recorded_until_parameters_move(
-    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+    is_between: bool, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """is_between: they move between a forward and its backward."""
     use(FakeGpu(), monkeypatch)
     model = Net()
     exact = copy.deepcopy(model).double()
     fast = fc.compile(model, tune=False, strict=True)
     counts: list[int] = []
     for step in range(8):
-        if step == 5:
+        x = torch.randn(3, 8)
+        if step == 5 and not is_between:
             model.linear.weight.data = model.linear.weight.data.clone()
-        if step == 7:
-            model.eval()
-            exact.eval()
-        with torch.set_grad_enabled(step < 7):
-            steps_beside_eager(fast, model, exact, "fb" if step < 7 else "ddd")
+        results = fast(x), exact(x.double())
+        if step == 5 and is_between:
+            model.linear.weight.data = model.linear.weight.data.clone()
+        for result in results:
+            result.square().sum().backward()
+        torch.testing.assert_close(*results, check_dtype=False)
         counts.append(pools[0].replayed)
-    assert counts[1] < counts[4] == counts[6], "there are replays until a parameter has moved"
+    assert counts[1] < counts[4] and counts[5] == counts[7], "there are replays until a parameter has moved"
     for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
-    assert [plan.decision("CUDA graph").reason for plan in fast.plan][:2] == [MOVED] * 2
-    assert pools[0].kept == 0 or counts[7] > counts[6], "inference begins anew"
+    assert [plan.decision("CUDA graph").reason for plan in fast.plan] == [MOVED] * 2
+    assert pools[0].kept == 0
+
+
+@pytest.mark.usefixtures("group")
+def test_beside_a_process_group_inference_is_recorded_until_parameters_move(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = Net().eval()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    counts: list[int] = []
+    with torch.no_grad():
+        for step in range(8):
+            if step == 5:
+                model.linear.weight.data = model.linear.weight.data.clone()
+            x = torch.randn(3, 8)
+            torch.testing.assert_close(fast(x), exact(x.double()), check_dtype=False)
+            counts.append(pools[0].replayed)
+    assert counts[1] < counts[4] == counts[7] and pools[0].kept == 0
+    assert [plan.decision("CUDA graph").reason for plan in fast.plan] == [MOVED]
 
 
 @pytest.mark.parametrize("little", [0, 1 << 26])
