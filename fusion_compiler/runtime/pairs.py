@@ -270,7 +270,7 @@ class Pair:
         """Create a pair from its forward: `plain`, `terms`, `info` and `note` are the forward's. pools:
         returns the pool of a lane, by its number."""
         self._plain, self._pools, self._info = plain, pools, info
-        self._terms, self._note = terms, note
+        self._terms = terms
         self._beside = 0  # bytes that the backward keeps besides what the forward does
         self._refusal = terms.refusal  # why the forward is not recorded now
         self._trial: Trial | None = None
@@ -327,9 +327,9 @@ class Pair:
             elif lane:
                 self._most = lane
             else:
-                self._notes[place](not_replayed(reason))
                 if place:
                     self._leave_alone()
+                self._notes[place](not_replayed(reason))
 
         return report
 
@@ -354,7 +354,7 @@ class Pair:
             return plain, not_replayed(reason)
         self._refusal = TRIED if is_open else None
         self._trial = Trial(self._lanes[0].pool.index) if is_open else None
-        self._note(self._decision())
+        self._notes[0](self._decision())
         self._notes.append(note)
 
         def add(lane: Lane) -> None:
@@ -433,7 +433,8 @@ class Pair:
         self._refusal = reason
         for recorder in self._recorders:
             recorder.give_back(reason)
-        self._note(not_replayed(reason))
+        for note in self._notes:
+            note(not_replayed(reason))
 
     def _leave_alone(self) -> None:
         """Record no more a forward whose backward is not recorded, unless it keeps little: what it saves

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import cudagraph_trees
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fusion_compiler as fc
 from fusion_compiler.errors import FusionWarning
@@ -347,6 +349,36 @@ def test_beside_a_process_group_inference_is_recorded_until_parameters_move(
             counts.append(pools[0].replayed)
     assert counts[1] < counts[4] == counts[7] and pools[0].kept == 0
     assert [plan.decision("CUDA graph").reason for plan in fast.plan] == [MOVED]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_ddp_is_recorded_and_fsdp_says_that_parameters_move(
+    is_sharded: bool, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(FakeGpu(), monkeypatch)
+    model = nn.Sequential(Net(), Net())
+    exact = copy.deepcopy(model).double()
+    if is_sharded:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        compiled: list[Any] = [fc.compile(block, tune=False, strict=True) for block in model]
+        fast: Any = nn.Sequential(*(fully_shard(block, mesh=mesh) for block in compiled))
+        fully_shard(fast, mesh=mesh)
+    else:
+        compiled = [fc.compile(model, tune=False, strict=True)]
+        fast = DistributedDataParallel(compiled[0])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (fast, exact)]
+    for _ in range(6):
+        steps_beside_eager(fast, model, exact, "fb")
+        for ours, truth in zip(fast.parameters(), exact.parameters(), strict=True):
+            gradient = ours.grad.full_tensor() if is_sharded else ours.grad
+            torch.testing.assert_close(gradient, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    texts = {kept_by(plan) for each in compiled for plan in each.plan}
+    assert texts == ({MOVED} if is_sharded else {UNASKED})
+    assert sum(pool.replayed for pool in pools) == (0 if is_sharded else 10)
 
 
 @pytest.mark.parametrize("little", [0, 1 << 26])
