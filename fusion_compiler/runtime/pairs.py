@@ -366,11 +366,18 @@ class Pair:
 
         places = Places(static)
 
+        def of(arguments: list[Any]) -> Lane | None:
+            """Return the lane in which the forward was replayed."""
+            return next((x for x in self._lanes if next(x.saved_in(arguments), None) is not None), None)
+
+        def first(arguments: list[Any]) -> Any:
+            lane = of(arguments)
+            return (plain if lane is None or lane.owning is None else lane.owning)(arguments)
+
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._trial.backward()
-            has_saved = (lane for lane in self._lanes if next(lane.saved_in(arguments), None) is not None)
-            if (lane := next(has_saved, None)) is None or lane.backward is None or lane.owning is None:
+            if (lane := of(arguments)) is None or lane.backward is None or lane.owning is None:
                 return plain(arguments)
             if not places.have_moved(arguments):
                 return lane.backward(arguments)
@@ -378,7 +385,7 @@ class Pair:
             self._leave(MOVED)
             return results
 
-        return after_one(plain, call), self._decision()
+        return after_one(first, call), self._decision()
 
     def _add_backward(self, lane: Lane, plain: Boxed, static: Sequence[int]) -> None:
         """Give a lane its backward."""

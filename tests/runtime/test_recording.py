@@ -25,6 +25,7 @@ from fusion_compiler.runtime.cuda_graphs import FORWARD_IS_NOT, RECORDED
 from fusion_compiler.runtime.graph_pool import Pool
 from fusion_compiler.runtime.pairs import BACKWARD_IS_NOT, MOVED, TRIED, UNASKED, Terms
 from fusion_compiler.runtime.recording import Calls, Recorder, unowned
+from fusion_compiler.stitch import order
 from tests.fake_gpu import FakeGpu, use
 from tests.runtime.test_cuda_graphs import Net
 
@@ -271,6 +272,38 @@ def test_gradients_are_eagers(
     assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2
     assert [pool.captures for pool in pools] == captures
     assert all(pool.replayed >= 3 * count for pool, count in zip(pools, captures, strict=True))
+
+
+class Shifted(nn.Module):
+    """The gradient of `shift` has the size of what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.shift = nn.Parameter(torch.randn(1, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.linear(x) + self.shift).cos()
+
+
+def test_gradients_of_the_first_backward_are_not_written_over(
+    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs without a CUDA graph, and reads what a replay has saved."""
+    use(FakeGpu(), monkeypatch)
+    monkeypatch.setattr(order, "LEAST_PLACED", 1)
+    model = Shifted()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True)
+    inputs = torch.randn(4, 1, 4, 8)
+    pending = [(fast(x), exact(x.double())) for x in inputs[:2]]
+    for result in pending.pop():
+        result.sum().backward()
+    assert pools[0].captures == 1
+    ours = fast(inputs[2])
+    torch.testing.assert_close(ours, exact(inputs[2].double()), check_dtype=False)
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
 
 
 def test_lanes_end_where_memory_or_their_number_does(
