@@ -21,13 +21,14 @@ ATTACH = "_cuda_attach_out_of_memory_observer"  # of torch._C, where PyTorch is 
 class Holder(Protocol):
     """A holder is a CUDA graph whose results may lie in the pool after its replay.
 
-    number: its place in the order of captures. kept: bytes that it keeps between replays. beside: memory that
-    was allocated while it was captured, so that no replay writes there. is_released: True if the memory of
-    what it saves is not allocated any more.
+    number: its place in the order of captures. kept: bytes that it keeps between replays. places: addresses
+    of what it saves. beside: memory that was allocated while it was captured, so that no replay writes
+    there. is_released: True if the memory of what it saves is not allocated any more.
     """
 
     number: int
     kept: int
+    places: frozenset[int]
     beside: frozenset[Memory]
     is_released: bool
 
@@ -83,6 +84,10 @@ class Pool:
         held = [(other, memory) for other in self._pending if (memory := other.held)]
         self._pending = [other for other, _ in held]
         return all(memory <= recording.beside for _, memory in held)
+
+    def awaited(self) -> list[frozenset[int]]:
+        """Return the addresses of what graphs have saved for backward passes that are still to come."""
+        return [other.places for other in self._pending if other.is_awaited]
 
     def may_capture(self) -> bool:
         """True if no memory is held that a capture would use."""

@@ -203,21 +203,25 @@ class Trial:
         return f"a step takes {self.us[False]:.0f} us, and with CUDA graphs {self.us[True]:.0f} us"
 
 
+def lying_in(saved: Sequence[frozenset[int]], arguments: Sequence[Any]) -> Iterator[int]:
+    """Yield the positions of the tensors that lie at addresses of `saved`."""
+    tensors = ((i, v.data_ptr()) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
+    return (i for i, place in tensors if any(place in places for places in saved)) if saved else iter(())
+
+
 @dataclass
 class Lane:
     """A lane is a forward and its backward as CUDA graphs, in a pool that they share with the same lane of
     other graphs. Where a forward is called again before its backward, the next lane takes it: no replay in
     one lane writes what another one has saved.
 
-    replayed: calls the recorder of the forward; backward: that of the backward, once there is one. owning:
-    the backward without a CUDA graph, with results that do not lie in the pool.
+    replayed: calls the recorder of the forward; backward: that of the backward, once there is one.
     """
 
     pool: Pool
     recorder: Recorder
     replayed: Boxed
     backward: Boxed | None = None
-    owning: Boxed | None = None
     backward_recorder: Recorder | None = None
 
     @property
@@ -230,9 +234,8 @@ class Lane:
 
     def saved_in(self, arguments: Sequence[Any]) -> Iterator[int]:
         """Yield the positions of what replays of the forward have saved."""
-        replayed = [recording.places for recording in self.recorder.recordings if recording.is_awaited]
-        tensors = ((i, v.data_ptr()) for i, v in enumerate(arguments) if isinstance(v, torch.Tensor))
-        return (i for i, place in tensors if any(place in places for places in replayed))
+        recordings = self.recorder.recordings
+        return lying_in([each.places for each in recordings if each.is_awaited], arguments)
 
     def take(self, recorder: Recorder, arguments: list[Any]) -> list[int]:
         """Take over the memory of what the forward saved, for a capture of the backward. Drop graphs of other
@@ -357,44 +360,37 @@ class Pair:
         self._notes[0](self._decision())
         self._notes.append(note)
 
+        def owning(arguments: list[Any]) -> Any:
+            """Run without a CUDA graph, with results that do not lie in a pool."""
+            saved = [places for lane in self._lanes for places in lane.pool.awaited()]
+            for i in list(lying_in(saved, arguments)):
+                arguments[i] = again(arguments[i])
+            return plain(arguments)
+
         def add(lane: Lane) -> None:
-            self._add_backward(lane, plain, static)
+            self._add_backward(lane, plain, owning, static)
 
         self._with_backward = add
         for lane in self._lanes:
             add(lane)
-
         places = Places(static)
-
-        def of(arguments: list[Any]) -> Lane | None:
-            """Return the lane in which the forward was replayed."""
-            return next((x for x in self._lanes if next(x.saved_in(arguments), None) is not None), None)
-
-        def first(arguments: list[Any]) -> Any:
-            lane = of(arguments)
-            return (plain if lane is None or lane.owning is None else lane.owning)(arguments)
 
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._trial.backward()
-            if (lane := of(arguments)) is None or lane.backward is None or lane.owning is None:
-                return plain(arguments)
+            has_saved = (lane for lane in self._lanes if next(lane.saved_in(arguments), None) is not None)
+            if (lane := next(has_saved, None)) is None or lane.backward is None:
+                return owning(arguments)
             if not places.have_moved(arguments):
                 return lane.backward(arguments)
-            results = lane.owning(arguments)
+            results = owning(arguments)
             self._leave(MOVED)
             return results
 
-        return after_one(first, call), self._decision()
+        return after_one(owning, call), self._decision()
 
-    def _add_backward(self, lane: Lane, plain: Boxed, static: Sequence[int]) -> None:
-        """Give a lane its backward."""
-
-        def owning(arguments: list[Any]) -> Any:
-            for i in list(lane.saved_in(arguments)):
-                arguments[i] = again(arguments[i])
-            return plain(arguments)
-
+    def _add_backward(self, lane: Lane, plain: Boxed, owning: Boxed, static: Sequence[int]) -> None:
+        """Give a lane its backward, which is `owning` where it is not replayed."""
         calls = Calls(
             static=lambda arguments: {*static, *lane.saved_in(arguments)},
             most=MOST_FORMS,
@@ -406,7 +402,7 @@ class Pair:
             report=self._report(1, self._lanes.index(lane)),
         )
         recorder = Recorder(plain, lane.pool, calls)
-        lane.backward_recorder, lane.owning = recorder, owning
+        lane.backward_recorder = recorder
         lane.backward = unless(lambda: paused() or is_kept(), owning, recorder)
 
     def _decision(self) -> Decision:
