@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors", "ir", "ops", "options", "patterns", "stitch", "runtime", "capture", "passes.fuse",
         "compiler",
     },
-    "machines": {"errors", "ir", "ops", "capture", "passes.fuse", "api"},
+    "machines": {"errors", "ir", "ops", "capture", "passes.fuse", "runtime", "api"},
     "cli": {"errors", "support", "ir", "ops", "options", "pipeline", "runtime", "compiler", "report"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fusion_compiler.ir.dag import Op
 from fusion_compiler.ir.device import DeviceSpec, device_spec
-from fusion_compiler.machines.workload import Workload, is_view, mutated
+from fusion_compiler.machines.workload import Workload, base_of, is_view, mutated
 from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
@@ -91,7 +91,7 @@ def spec_of(device: DeviceSpec | str) -> DeviceSpec:
 @functools.cache
 def this_cpu(threads: int) -> DeviceSpec:
     """Measure this process's CPU with so many threads, in about a tenth of a second: the bandwidth of a copy,
-    and of products in float32 the flops and the time that even a short one takes."""
+    the flops of a product in float32, and the time that each operator takes at least."""
     with torch.no_grad():
         a, big, small = torch.randn(512, 512), torch.randn(1 << 23), torch.randn(16)
         into, few = torch.empty_like(big), a[:ROWS]
@@ -141,7 +141,7 @@ class Clock:
         return 1e3 * begin.elapsed_time(end)
 
     def wait(self) -> None:
-        """Keep a GPU busy while the host gets ahead of it: its times are its own then, without the host's."""
+        """Keep a GPU busy for a while, so that the host gets ahead of it and does not hold it up."""
         if self.is_cuda:
             with torch.cuda.device(self.device):
                 torch.cuda._sleep(WAIT_CYCLES)
@@ -163,14 +163,15 @@ def timed_passes(
     tensors among these. The first repetition does not count.
 
     One repetition follows the other at once, as the microbatches of a step do: where the host takes longer
-    than the GPU, its time counts. inputs: tensors whose gradients are not added to those of the repetition
-    before, as a parameter's are. ahead: let the host get ahead of the GPU each time.
+    than the GPU, its time counts. inputs: tensors that each repetition gets without a gradient; those of
+    parameters add up. ahead: let the host get ahead of the GPU each time.
     """
     marks: list[tuple[Any, ...]] = []
     results: list[Tensor] = []
     for _ in range(REPETITIONS + 1):
         for tensor in inputs:
             tensor.grad = None
+        values, results = None, []  # a CUDA graph is not replayed over what is held
         if ahead:
             clock.wait()
         begin = clock.mark()
@@ -200,23 +201,22 @@ def measure(work: Workload, args: tuple[Any, ...], kwargs: Mapping[str, Any], de
 
 class Measuring(fx.Interpreter):
     """Run the graph of a workload without gradients, and time each operator apart on the values that it gets.
-    The model's buffers stay as they are. times: by `signature`."""
+    The model and its arguments stay as they are. times: by `signature`."""
 
     def __init__(self, work: Workload, device: torch.device) -> None:
         super().__init__(work.graph)
         self.work, self.clock = work, Clock(device)
+        self.written = {base_of(operand).name for node in work.graph.graph.nodes for operand in mutated(node)}
         self.times: dict[Hashable, tuple[float, float]] = {}
-
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = super().get_attr(target, args, kwargs)
-        is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-        return value.clone() if is_buffer else value
 
     def run_node(self, n: fx.Node) -> Any:
         if n.name in self.work.position and (key := signature(self.work, n)) not in self.times:
             self.times[key] = (0.0, 0.0) if is_view(n.target) else self.timed(n)
         with torch.no_grad():
-            return super().run_node(n)
+            value = super().run_node(n)
+        if n.op == "call_function" or (isinstance(value, nn.Parameter) and n.name not in self.written):
+            return value
+        return pytree.tree_map_only(Tensor, Tensor.clone, value)
 
     def timed(self, node: fx.Node) -> tuple[float, float]:
         """Return the time of an operator, forward and backward."""

@@ -51,7 +51,10 @@ class Pipeline(PipelinePlan):
         if any(p.is_meta for p in self.graph.parameters()):
             detail = "a model on the meta device cannot run"
             raise MachinesError(detail=detail, todo="give it real parameters")
-        stages, values, keywords = [], args, kwargs or {}
+        stages = []
+        values, keywords = pytree.tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), (args, dict(kwargs or {}))
+        )
         clock = Clock(next((p.device for p in self.graph.parameters()), torch.device("cpu")))
         for stage, module in zip(self.stages, self.modules(), strict=True):
             with unchanged(module):

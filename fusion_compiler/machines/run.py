@@ -26,6 +26,7 @@ from fusion_compiler.machines.links import Lanes, Wire
 from fusion_compiler.machines.pipeline import Pipeline, unchanged
 from fusion_compiler.machines.plan import Crossing, Link, PipelinePlan, Schedule
 from fusion_compiler.machines.stage import CompiledStage
+from fusion_compiler.runtime.boxed import beside_group
 
 
 class EagerSchedule1F1B(schedules.Schedule1F1B):
@@ -50,7 +51,7 @@ SEVERAL: dict[Schedule, Any] = {
 }
 Loss = Callable[[Any, Any], Tensor]
 DEFAULT = Compression()
-ROUNDS = 3  # of a GPU's warm-up: a graph is recorded at its second call, and its backward at that of its own
+ROUNDS = 2  # of a GPU's warm-up, and one for each doubling of the microbatches in flight
 
 
 class PipelineRunner:
@@ -108,7 +109,7 @@ class PipelineRunner:
         feedback = compression is not None and compression.feedback
         self._lanes: Lanes = Lanes(self.device, not nccl, self._watch.check, throttle)
         self._watch.start()
-        with self._watch.guard():
+        with self._watch.guard(), beside_group():
             self.stages: list[CompiledStage] = []
             for n, module in self.modules.items():
                 wires = [
@@ -143,7 +144,7 @@ class PipelineRunner:
         Raises StageLostError if another process has ended or hangs.
         """
         losses: list[Tensor] = []
-        with self._watch.guard():
+        with self._watch.guard(), beside_group():
             self._watch.check()
             if self.optimizer is not None:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -275,17 +276,20 @@ class PipelineRunner:
 
     def _warm_up(self, stage: CompiledStage) -> None:
         """Compile a stage while the others do so too, on zeros; buffers and random state stay. On a GPU it
-        runs as often as it takes to record it, with as many microbatches in flight as a step has."""
+        runs several times, with as many microbatches in flight as a step has, so that most of its CUDA graphs
+        are there when the first step begins."""
         is_cuda = self.device.type == "cuda"
         held = self.plan.stages[stage.stage_index].in_flight if is_cuda else 1
+        module = self.modules[stage.stage_index]
         with (
             torch.random.fork_rng([self.device] if is_cuda else []),
-            unchanged(self.modules[stage.stage_index]) as before,
+            unchanged(module) as before,
         ):
-            for _ in range(ROUNDS if is_cuda else 1):
+            for _ in range(ROUNDS + held.bit_length() if is_cuda else 1):
                 passes = [self._forward(stage) for _ in range(held)]
                 while passes:
                     self._backward(stage, *passes.pop(0))
+                module.zero_grad(set_to_none=True)
             for name, ranks in ranks_of(self.plan, "buffers").items():
                 if len(ranks) > 1 and name in before and not torch.equal(self.buffers[name], before[name]):
                     detail = f"processes {ranks} all change the buffer {name}"

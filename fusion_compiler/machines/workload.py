@@ -67,11 +67,16 @@ class Workload:
         return (*sorted(self.position[user] for user in users), *end)
 
     def accumulated(self, name: str) -> tuple[str, ...]:
-        """Return the operands of an operator whose gradients are added to others: a parameter's to those of
-        the microbatch before, another value's to what the gradient of a later reader is."""
+        """Return the operands of an operator whose gradients are added to others: those of parameters to the
+        ones of the microbatch before, and those of other values to the ones of readers further on."""
+        here, end = self.position[name], len(self.order)
+
+        def is_read_further_on(value: str) -> bool:
+            later = [i for i in self.readers(value) if i > here]
+            return any(i == end or self.order[i] in self.differentiable for i in later)
+
         operands = dict.fromkeys(n for n in self.dag.op(name).inputs if n in self.differentiable)
-        here = self.position[name]
-        return tuple(n for n in operands if n in self.attributes or here < max(self.readers(n)))
+        return tuple(n for n in operands if n in self.attributes or is_read_further_on(n))
 
     def crossing(self, name: str) -> Crossing:
         (meta,) = self.dag.op(name).outputs

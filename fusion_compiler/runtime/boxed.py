@@ -13,6 +13,7 @@ import torch
 Boxed = Callable[[list[Any]], Any]
 
 _pauses = 0
+_groups = 0
 
 
 @contextmanager
@@ -29,6 +30,23 @@ def unrecorded() -> Generator[None]:
 def paused() -> bool:
     """True within `unrecorded`."""
     return _pauses > 0
+
+
+@contextmanager
+def beside_group() -> Generator[None]:
+    """Let graphs be recorded beside a process group, in all threads. Within, parameters stay in their places,
+    and no message that the device waits for waits for a later one of this process."""
+    global _groups
+    _groups += 1
+    try:
+        yield
+    finally:
+        _groups -= 1
+
+
+def is_beside_group() -> bool:
+    """True within `beside_group`."""
+    return _groups > 0
 
 
 def boxed(run: Boxed) -> Boxed:

@@ -46,7 +46,6 @@ from fusion_compiler.runtime.pairs import (
     UNASKED,
     Note,
     Pair,
-    Places,
     Terms,
     not_replayed,
     replayed,
@@ -314,12 +313,11 @@ class Recordings:
                     text = f"{text}, but with the sizes that it was captured with: {reason}"
             report = report_to(note, lambda: text)
             calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report)
-            recorder = Recorder(run, pool, calls)
-            later = Places(info.static_inputs).unless_moved(
-                run, unless(paused, run, recorder), lambda why: recorder.give_back(why)
-            )
+            later = Recorder(run, pool, calls)
         if tuning is not None and (places := repeatable(gm)) is not None:
             later = after_one(_tuned(run, later, tuning, places, index), later)
+        if terms is not None:
+            later = unless(paused, run, later)
         decision = replayed(text, Outcome.FORCED if terms is None else Outcome.DONE)
         if form == Form():
             return after_one(run, later), decision

@@ -1,4 +1,4 @@
-"""Share memory among the CUDA graphs of one compile() call: how much it is, and which graph may use it."""
+"""Share memory among CUDA graphs of one compile() call: how much it is, and which graph may use it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,10 @@ class Pool:
     def awaited(self) -> list[frozenset[int]]:
         """Return the addresses of what graphs have saved for backward passes that are still to come."""
         return [other.places for other in self._pending if other.is_awaited]
+
+    def forget(self) -> None:
+        """Let go of graphs whose results nobody holds."""
+        self._pending = [other for other in self._pending if other.held]
 
     def may_capture(self) -> bool:
         """True if no memory is held that a capture would use."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fusion_compiler.ir.decision import Decision, Outcome
 from fusion_compiler.ir.graph_info import GraphInfo
 from fusion_compiler.ir.plan_text import human_bytes
 from fusion_compiler.ir.views import again
-from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, paused, unless
+from fusion_compiler.runtime.boxed import Boxed, after_one, boxed, is_beside_group, paused, unless
 from fusion_compiler.runtime.graph_pool import Pool
 from fusion_compiler.runtime.recording import Calls, Recorder, unowned
 from fusion_compiler.runtime.retained import is_kept
@@ -26,7 +26,7 @@ SLOWEST_HOST = 4.0  # the same, for a host on which CUDA graphs may still pay, s
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
 TIMED = 3  # steps of each kind; the fastest one counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
-MOVED = "a process group is there, and parameters have moved"
+GROUP = "a process group is there: parameters may move, and a capture waits for messages"
 MOST_LANES = 8  # CUDA graphs of one forward that wait for their backward at the same time
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
@@ -84,41 +84,10 @@ class Terms:
             return f"its launches take {self.host_us:.0f} us, a CUDA graph's {self.replay_us:.0f} us"
         if slower * self.host_us <= self.recorded_us:
             return f"its launches take {self.host_us:.0f} us, what they launch {self.gpu_us:.0f} us{copies}"
-        return None
-
-
-class Places:
-    """The places of a graph's parameters. Beside a process group these may move, as with FSDP: a graph that
-    is captured anew wherever they lie would cost more than it saves."""
-
-    def __init__(self, static: Sequence[int]) -> None:
-        """static: positions of the parameters among the arguments."""
-        self._static = static
-        self._first: list[int] | None = None
         distributed = torch.distributed
-        self._may_move = distributed.is_available() and distributed.is_initialized()
-
-    def have_moved(self, arguments: Sequence[Any]) -> bool:
-        """True if a parameter does not lie where it was at the first call."""
-        if not self._may_move:
-            return False
-        places = [arguments[i].data_ptr() for i in self._static]
-        self._first = self._first or places
-        return places != self._first
-
-    def unless_moved(self, plain: Boxed, later: Boxed, leave: Callable[[str], None]) -> Boxed:
-        """Return a function that calls `later` until parameters have moved, then `leave` once with that
-        reason, and `plain` from then on."""
-        current = later
-
-        def call(arguments: list[Any]) -> Any:
-            nonlocal current
-            if current is later and self.have_moved(arguments):
-                current = plain
-                leave(MOVED)
-            return current(arguments)
-
-        return boxed(call) if self._may_move else later
+        if distributed.is_available() and distributed.is_initialized() and not is_beside_group():
+            return GROUP
+        return None
 
 
 def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
@@ -161,7 +130,7 @@ class Trial:
         self._index = index
         self._steps: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}  # with CUDA graphs or without
         self._last: Any = None  # the beginning of the current step
-        self._replays = 0  # until that beginning
+        self._replays = self._captures = 0  # until that beginning
         self._has_backward = True  # whether a backward has run since
         self.us: dict[bool, float] = {}
 
@@ -173,10 +142,10 @@ class Trial:
         """Note that a backward is run."""
         self._has_backward = True
 
-    def forward(self, replays: int) -> bool:
+    def forward(self, replays: int, captures: int = 0) -> bool:
         """Note that a forward is run. Return True once the steps of one kind are timed.
 
-        replays: the number of replays of CUDA graphs so far.
+        replays, captures: of CUDA graphs so far. A step with a capture does not count.
         """
         if not self._has_backward:
             return False
@@ -184,7 +153,8 @@ class Trial:
         before, self._last = self._last, mark(self._index)
         is_recorded = False in self.us
         was_recorded, self._replays = replays > self._replays, replays
-        if before is None or was_recorded != is_recorded:
+        has_captured, self._captures = captures > self._captures, captures
+        if before is None or was_recorded != is_recorded or has_captured:
             return False
         steps = self._steps[is_recorded]
         steps.append((before, self._last))
@@ -211,22 +181,22 @@ def lying_in(saved: Sequence[frozenset[int]], arguments: Sequence[Any]) -> Itera
 
 @dataclass
 class Lane:
-    """A lane is a forward and its backward as CUDA graphs, in a pool that they share with the same lane of
-    other graphs. Where a forward is called again before its backward, the next lane takes it: no replay in
-    one lane writes what another one has saved.
+    """A lane is a forward and its backwards as CUDA graphs. Lanes of one number share a pool. A forward that
+    is called again before its backward is replayed in the next lane, where it writes over nothing that this
+    one has saved.
 
-    replayed: calls the recorder of the forward; backward: that of the backward, once there is one.
+    replayed: calls the recorder of the forward. backwards: for each set of gradients that arrives, the
+    recorder of the backward and a function that calls it.
     """
 
     pool: Pool
     recorder: Recorder
     replayed: Boxed
-    backward: Boxed | None = None
-    backward_recorder: Recorder | None = None
+    backwards: list[tuple[Recorder, Boxed]] = field(default_factory=list[tuple[Recorder, Boxed]])
 
     @property
     def recorders(self) -> list[Recorder]:
-        return [self.recorder] if self.backward_recorder is None else [self.recorder, self.backward_recorder]
+        return [self.recorder, *(recorder for recorder, _ in self.backwards)]
 
     def is_busy(self, arguments: Sequence[Any]) -> bool:
         """True if the forward that would be replayed waits for its backward."""
@@ -279,7 +249,7 @@ class Pair:
         self._trial: Trial | None = None
         self._why = UNASKED  # it is recorded
         self._notes: list[Note] = [note]  # of the forward and the backward
-        self._with_backward: Callable[[Lane], None] = lambda lane: None
+        self._backwards: list[Callable[[Lane], None]] = []  # of each set of gradients that arrives
         self._most = MOST_LANES
         self._lanes: list[Lane] = []
         self._add_lane()
@@ -291,7 +261,7 @@ class Pair:
                 return plain(arguments)
             return lane.replayed(arguments)
 
-        self.forward = Places(info.static_inputs).unless_moved(plain, boxed(forward), self._leave)
+        self.forward = boxed(forward)
         self.decision = self._decision()
 
     def _add_lane(self) -> None:
@@ -307,28 +277,34 @@ class Pair:
         pool = self._pools(len(self._lanes))
         recorder = Recorder(self._plain, pool, calls)
         self._lanes.append(Lane(pool, recorder, unless(paused, self._plain, recorder)))
-        self._with_backward(self._lanes[-1])
+        for add in self._backwards:
+            add(self._lanes[-1])
 
     def _lane(self, arguments: Sequence[Any]) -> Lane | None:
         """Return the lane in which a forward may be replayed, a new one if need be; None if there is none."""
         for lane in self._lanes:
             if not lane.is_busy(arguments):
                 return lane
-        if len(self._lanes) == self._most:
+        if len(self._lanes) >= self._most:
             return None
         self._add_lane()
         return self._lanes[-1]
 
     def _report(self, place: int, lane: int) -> Callable[[str | None, int], None]:
-        """Return the function that notes why a graph is not recorded, or what it keeps. place: of its note
-        and its recorder, 0 for the forward's. A refusal in a later lane ends lanes alone."""
+        """Return the function that notes why a graph is not recorded, or what it keeps.
+
+        place: 0 for the forward, 1 for its first backward. A refusal in another lane than the first one ends
+        that lane and those behind it, and the note stays.
+        """
 
         def report(reason: str | None, kept: int) -> None:
             if reason is None:
                 kept = sum(each.recorders[place].kept for each in self._lanes if place < len(each.recorders))
                 report_to(self._notes[place], lambda: self._why)(None, kept)
             elif lane:
-                self._most = lane
+                self._most = min(self._most, lane)
+                if place:
+                    self._lanes[lane].recorder.give_back(reason)
             else:
                 if place:
                     self._leave_alone()
@@ -344,21 +320,6 @@ class Pair:
         static: positions of the arguments that stay where they are. terms: or the reason why it cannot be
         recorded.
         """
-        if not isinstance(terms, Terms):
-            self._leave_alone()
-            return plain, not_replayed(terms or "")
-        self._beside = terms.peak
-        both = self._terms + terms
-        is_open = both.refusal is not None and both.is_open
-        reason = None if is_open else both.refusal
-        reason = reason or self._lanes[0].pool.refusal(self._terms.peak + self._beside)
-        if reason is not None:
-            self._leave(reason)
-            return plain, not_replayed(reason)
-        self._refusal = TRIED if is_open else None
-        self._trial = Trial(self._lanes[0].pool.index) if is_open else None
-        self._notes[0](self._decision())
-        self._notes.append(note)
 
         def owning(arguments: list[Any]) -> Any:
             """Run without a CUDA graph, with results that do not lie in a pool."""
@@ -367,27 +328,47 @@ class Pair:
                 arguments[i] = again(arguments[i])
             return plain(arguments)
 
+        if not isinstance(terms, Terms):
+            self._leave_alone()
+            return boxed(owning), not_replayed(terms or "")
+        self._beside = terms.peak
+        both = self._terms + terms
+        is_open = both.refusal is not None and both.is_open
+        reason = None if is_open else both.refusal
+        reason = reason or self._lanes[0].pool.refusal(self._terms.peak + self._beside)
+        if reason is not None:
+            self._leave(reason)
+            return boxed(owning), not_replayed(reason)
+        self._refusal = TRIED if is_open else None
+        self._trial = Trial(self._lanes[0].pool.index) if is_open else None
+        self._notes[0](self._decision())
+        self._notes.append(note)
+
         def add(lane: Lane) -> None:
             self._add_backward(lane, plain, owning, static)
 
-        self._with_backward = add
+        number = len(self._backwards)
+        self._backwards.append(add)
         for lane in self._lanes:
             add(lane)
-        places = Places(static)
 
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
                 self._trial.backward()
-            has_saved = (lane for lane in self._lanes if next(lane.saved_in(arguments), None) is not None)
-            if (lane := next(has_saved, None)) is None or lane.backward is None:
-                return owning(arguments)
-            if not places.have_moved(arguments):
-                return lane.backward(arguments)
-            results = owning(arguments)
-            self._leave(MOVED)
-            return results
+            lane = self._lane_of(arguments)
+            return owning(arguments) if lane is None else lane.backwards[number][1](arguments)
 
         return after_one(owning, call), self._decision()
+
+    def _lane_of(self, arguments: Sequence[Any]) -> Lane | None:
+        """Return the lane in which the forward of a backward was replayed."""
+        saved = [(r.places, lane) for lane in self._lanes for r in lane.recorder.recordings if r.is_awaited]
+        for value in arguments if saved else ():
+            place = value.data_ptr() if isinstance(value, torch.Tensor) else 0
+            for places, lane in saved:
+                if place in places:
+                    return lane
+        return None
 
     def _add_backward(self, lane: Lane, plain: Boxed, owning: Boxed, static: Sequence[int]) -> None:
         """Give a lane its backward, which is `owning` where it is not replayed."""
@@ -399,11 +380,10 @@ class Pair:
             take=lambda arguments: lane.take(recorder, arguments),
             anew=lane.recorder.recordings.clear,
             plain=owning,
-            report=self._report(1, self._lanes.index(lane)),
+            report=self._report(1 + len(lane.backwards), self._lanes.index(lane)),
         )
         recorder = Recorder(plain, lane.pool, calls)
-        lane.backward_recorder = recorder
-        lane.backward = unless(lambda: paused() or is_kept(), owning, recorder)
+        lane.backwards.append((recorder, unless(lambda: paused() or is_kept(), owning, recorder)))
 
     def _decision(self) -> Decision:
         return replayed() if self._refusal is None else not_replayed(self._refusal)
@@ -417,7 +397,8 @@ class Pair:
         if paused() or torch.cuda.is_current_stream_capturing():
             trial.forget()
             return
-        if not trial.forward(sum(recorder.replays for recorder in self._recorders)):
+        counts = [(recorder.replays, recorder.captures) for recorder in self._recorders]
+        if not trial.forward(*map(sum, zip(*counts, strict=True))):
             return
         self._refusal = None
         if True in trial.us:
@@ -433,11 +414,13 @@ class Pair:
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""
-        self._refusal = reason
+        self._refusal, self._trial = reason, None
         for recorder in self._recorders:
             recorder.give_back(reason)
         for note in self._notes:
             note(not_replayed(reason))
+        for lane in self._lanes:
+            lane.pool.forget()
 
     def _leave_alone(self) -> None:
         """Record no more a forward whose backward is not recorded, unless it keeps little: what it saves

@@ -86,7 +86,7 @@ class Recording:
         ]
         self.saved = self._saved({place: of for place, of in arguments_at.items() if of[0] in static})
         self.is_released = False
-        self.places = frozenset(value.data_ptr() for value in self.saved)
+        self.places = frozenset(value.data_ptr() for value in self.saved if value.numel())
         self._called_in = called_in
         results = {i: self._results[i].data for i, _ in self._outputs}  # which keep no tensor that they view
         for i in results:
@@ -247,7 +247,7 @@ class Recorder:
         self._run, self._pool, self._calls = run, pool, calls
         self._plain = calls.plain or run
         self._left = calls.most  # captures
-        self.replays = 0  # so far
+        self.replays = self.captures = 0  # so far
         self._lends = calls.lends
         self._once: dict[tuple[Any, ...], None] = {}  # static arguments of calls that are not recorded yet
         self.recordings: list[Recording] = []
@@ -312,6 +312,7 @@ class Recorder:
             self._stop(reason)
             return None
         self._left -= 1
+        self.captures += 1
         inputs = [value if i in static else _aligned(value) for i, value in enumerate(arguments)]
         called_in = self._lend_no_more if self._lends else None
         beside, taken = self._pool.allocated(), self._calls.take(arguments)

@@ -347,11 +347,12 @@ def test_gradients_that_are_added_to_others_take_time() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.first(x)
-            return y + self.second(y)
+            z = y + self.second(y)
+            return z * (z > 0)  # a condition has no gradient
 
     work = workload(Residual(), (torch.randn(1, 64),), {}, training=True)
     accumulated = {name: work.accumulated(name) for name in work.order}
-    first, second, add = work.order
+    first, second, add, _, _ = work.order
     assert {len(accumulated[first]), len(accumulated[second])} == {1, 2}  # weights; and y, which `add` reads
     assert first in accumulated[second] and accumulated[add] == ()
     times = dict(zip(work.order, estimate(work, spec_of("h200")), strict=True))
@@ -383,6 +384,9 @@ class Written(nn.Module):
         self.words, self.norm, self.head = nn.Embedding(50, 8), nn.BatchNorm1d(8), nn.Linear(8, 50)
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+            shift.add_(1)
         y = self.norm(self.words(x).flatten(0, 1)) + shift
         return self.head(y.relu_())
 
@@ -390,9 +394,9 @@ class Written(nn.Module):
 def test_measuring_runs_the_model_on_its_own_values_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, x = Written(), torch.randint(0, 50, (3, 7))
+    model, x, shift = Written(), torch.randint(0, 50, (3, 7)), torch.ones(8)
     before = copy.deepcopy(model.state_dict())
-    work = workload(model, (x,), {"shift": torch.ones(8)}, training=True)
+    work = workload(model, (x,), {"shift": shift}, training=True)
     values: dict[str, Any] = {}
     run_node = Measuring.run_node
 
@@ -401,9 +405,11 @@ def test_measuring_runs_the_model_on_its_own_values_and_changes_nothing(
         return values[n.name]
 
     monkeypatch.setattr(Measuring, "run_node", kept)
-    times = measure(work, (x,), {"shift": torch.ones(8)}, torch.device("cpu"))
-    trained = {name: us for name, us in zip(work.order, times, strict=True) if name in work.differentiable}
-    assert all(us[0] > 0 and us[1] > 0 for name, us in trained.items() if "flatten" not in name)
+    times = measure(work, (x,), {"shift": shift}, torch.device("cpu"))
+    assert torch.equal(shift, torch.ones(8))
+    of = dict(zip(work.order, times, strict=True))
+    operators = [n for n in work.order if n.startswith(("embedding", "batch_norm", "relu", "linear"))]
+    assert len(operators) == 4 and all(of[name][0] > 0 and of[name][1] > 0 for name in operators)
     torch.testing.assert_close(values["output"][0], copy.deepcopy(model)(x, torch.ones(8)))
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert all(p.grad is None for p in model.parameters())
