@@ -24,6 +24,7 @@ from fusion_compiler.machines.workload import Workload, base_of, is_view, mutate
 from fusion_compiler.ops.schema import short_name
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import EAGER_SHARE, GEMM_SHARE, contraction_cost, eager_cost
+from fusion_compiler.runtime.pairs import between_us, mark
 
 Times = tuple[tuple[float, float], ...]  # forward and backward microseconds of each operator
 GATHERS = ("embedding", "index_select", "gather", "index")
@@ -39,8 +40,7 @@ def estimate(work: Workload, device: DeviceSpec) -> Times:
     for op in map(work.dag.op, work.order):
         us, backward = forward_us(work, op, device), 0.0
         if op.name in work.differentiable:
-            sums = sum(map(work.nbytes, work.accumulated(op.name)))
-            backward = backward_us(work, op, us, device) + element_us(2 * sums, sums, 0, device) * (sums > 0)
+            backward = backward_us(work, op, us, device) + sums_us(work, op, device)
         times.append((us, backward))
     return tuple(times)
 
@@ -75,6 +75,12 @@ def backward_us(work: Workload, op: Op, us: float, device: DeviceSpec) -> float:
     return element_us(read, gradients, 2 * op.flops, device)
 
 
+def sums_us(work: Workload, op: Op, device: DeviceSpec) -> float:
+    """Return the time in which gradients of an operator's operands are added to those that are there."""
+    nbytes = sum(map(work.nbytes, work.accumulated(op.name)))
+    return element_us(2 * nbytes, nbytes, 0, device) if nbytes else 0.0
+
+
 def element_us(read: int, written: int, flops: int, device: DeviceSpec) -> float:
     return eager_cost(
         bytes_read=read, bytes_near=0, bytes_written=written, flops=flops, reduces=False, device=device
@@ -97,9 +103,9 @@ def this_cpu(threads: int) -> DeviceSpec:
         into, few = torch.empty_like(big), a[:ROWS]
         copied = 2 * big.nbytes / median_us(lambda: into.copy_(big)) * 1e6
         long, short = median_us(lambda: a @ a), median_us(lambda: few @ a)
-        row = max(long - short, long / 2) / (len(a) - ROWS)
-        flops = 2 * 512**2 / row * 1e6
-        call = max(short - ROWS * row, median_us(lambda: small + small))
+        row_us = max(long - short, long / 2) / (len(a) - ROWS)  # without what each call takes
+        flops = 2 * 512**2 / row_us * 1e6
+        call = max(short - ROWS * row_us, median_us(lambda: small + small))
     return DeviceSpec(
         name=f"cpu of {threads} threads",
         patterns=(),
@@ -129,16 +135,14 @@ class Clock:
         """Return a mark behind the work that the device has been given."""
         if not self.is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        with torch.cuda.device(self.device):
+            return mark(torch.cuda.current_device())
 
     def us(self, begin: Any, end: Any) -> float:
         """Return the microseconds between two marks, when the device has come to the second one."""
         if not self.is_cuda:
             return 1e6 * (end - begin)
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end)
+        return between_us((begin, end))
 
     def wait(self) -> None:
         """Keep a GPU busy for a while, so that the host gets ahead of it and does not hold it up."""
@@ -196,27 +200,33 @@ def measure(work: Workload, args: tuple[Any, ...], kwargs: Mapping[str, Any], de
     operators with equal arguments one is timed. On a GPU the host's time does not count."""
     interpreter = Measuring(work, device)
     interpreter.run(*pytree.tree_leaves((args, dict(kwargs))), enable_io_processing=False)
-    return tuple(interpreter.times[signature(work, work.dag.nodes[name])] for name in work.order)
+    return tuple(interpreter.times[name] for name in work.order)
 
 
 class Measuring(fx.Interpreter):
     """Run the graph of a workload without gradients, and time each operator apart on the values that it gets.
-    The model and its arguments stay as they are. times: by `signature`."""
+    The model and its arguments stay as they are. times: by the operators' names."""
 
     def __init__(self, work: Workload, device: torch.device) -> None:
         super().__init__(work.graph)
         self.work, self.clock = work, Clock(device)
         self.written = {base_of(operand).name for node in work.graph.graph.nodes for operand in mutated(node)}
-        self.times: dict[Hashable, tuple[float, float]] = {}
+        self.times: dict[str, tuple[float, float]] = {}
+        self.equal: dict[Hashable, tuple[float, float]] = {}  # by `signature`
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.name in self.work.position and (key := signature(self.work, n)) not in self.times:
-            self.times[key] = (0.0, 0.0) if is_view(n.target) else self.timed(n)
+        if n.name in self.work.position:
+            key = signature(self.work, n)
+            if key not in self.equal:
+                self.equal[key] = (0.0, 0.0) if is_view(n.target) else self.timed(n)
+            self.times[n.name] = self.equal[key]
         with torch.no_grad():
             value = super().run_node(n)
-        if n.op == "call_function" or (isinstance(value, nn.Parameter) and n.name not in self.written):
-            return value
-        return pytree.tree_map_only(Tensor, Tensor.clone, value)
+        # Buffers are copied as well: batch_norm writes into them, and its schema does not say so.
+        is_read = isinstance(value, nn.Parameter) and n.name not in self.written
+        if n.op in ("placeholder", "get_attr") and not is_read:
+            return pytree.tree_map_only(Tensor, Tensor.clone, value)
+        return value
 
     def timed(self, node: fx.Node) -> tuple[float, float]:
         """Return the time of an operator, forward and backward."""

@@ -34,8 +34,11 @@ def paused() -> bool:
 
 @contextmanager
 def beside_group() -> Generator[None]:
-    """Let graphs be recorded beside a process group, in all threads. Within, parameters stay in their places,
-    and no message that the device waits for waits for a later one of this process."""
+    """Let graphs be recorded beside a process group, in all threads.
+
+    A capture waits for the device. So the caller promises that no message which the device waits for depends
+    on one that this process sends later, and that parameters stay where they are.
+    """
     global _groups
     _groups += 1
     try:

@@ -47,9 +47,9 @@ from fusion_compiler.runtime.pairs import (
     Note,
     Pair,
     Terms,
+    keeping,
     not_replayed,
     replayed,
-    report_to,
 )
 from fusion_compiler.runtime.recording import ALIGNED, Calls, Recorder
 from fusion_compiler.runtime.retained import is_kept
@@ -132,11 +132,11 @@ def refusal(gm: fx.GraphModule, form: Form, phase: Phase) -> str | None:
     return None
 
 
-def _shared(gm: fx.GraphModule) -> str | None:
-    """Return why a graph is not recorded unasked if other processes take part in it."""
+def _collective(gm: fx.GraphModule) -> str | None:
+    """Return why a graph in which other processes take part is not recorded unasked; None for any other."""
     targets = (n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload))
-    collective = next((target for target in targets if "c10d" in target.namespace), None)
-    return None if collective is None else f"other processes take part in {collective}"
+    reason = (f"other processes take part in {t}" for t in targets if "c10d" in t.namespace)
+    return next(reason, None)
 
 
 def _shown(results: Sequence[fx.Node]) -> fx.Node | None:
@@ -230,7 +230,7 @@ class Recordings:
         form = form_of(gm, info.static_inputs)
         reason = refusal(gm, form, info.phase)
         if reason is None and terms is not None:
-            reason = _shared(gm)
+            reason = _collective(gm)
         predicted = None
         if reason is None and terms is not None and not form.sizes:  # each size is judged by itself
             predicted = terms(None)
@@ -311,7 +311,10 @@ class Recordings:
                 pays = _pays(terms, pool, gm, form)
                 if (reason := terms(None).refusal) is not None:
                     text = f"{text}, but with the sizes that it was captured with: {reason}"
-            report = report_to(note, lambda: text)
+
+            def report(reason: str | None, kept: int) -> None:
+                note(keeping(text, kept) if reason is None else not_replayed(reason))
+
             calls = Calls(lambda _: static, None, MOST_FORMS, lambda: needed, report=report)
             later = Recorder(run, pool, calls)
         if tuning is not None and (places := repeatable(gm)) is not None:

@@ -64,7 +64,8 @@ class Pool:
     """
 
     def __init__(self, index: int, limit: float | int, pools: Sequence[Pool] = ()) -> None:
-        """Create a pool on the device `index`. limit: `Options.graph_memory`, of all `pools` together."""
+        """Create a pool on the device `index`. limit: `Options.graph_memory`. pools: those that share the
+        limit, to which this one is added."""
         self._pools = pools
         self.turn = threading.Lock()  # held while a graph is captured or replayed
         self.index, self._limit = index, limit
@@ -136,8 +137,7 @@ class Pool:
 
     def refusal(self, needed: int) -> str | None:
         """Return why a graph that would keep `needed` bytes more is not recorded, or None if it may be."""
-        kept = self.kept + sum(pool.kept for pool in self._pools if pool is not self)
-        free = self.free_bytes()
+        kept, free = sum(pool.kept for pool in self._pools or (self,)), self.free_bytes()
         most = int(self._limit * free) if isinstance(self._limit, float) else self._limit
         if kept + needed <= most:
             return None

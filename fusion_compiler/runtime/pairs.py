@@ -26,7 +26,7 @@ SLOWEST_HOST = 4.0  # the same, for a host on which CUDA graphs may still pay, s
 LITTLE = 1 << 26  # bytes that a CUDA graph keeps where only such a host is slower than the device
 TIMED = 3  # steps of each kind; the fastest one counts
 GAIN = 0.02  # of the time of a step, that CUDA graphs save at least
-GROUP = "a process group is there: parameters may move, and a capture waits for messages"
+GROUP = "a process group is there: it may move parameters, and a capture would wait for its messages"
 MOST_LANES = 8  # CUDA graphs of one forward that wait for their backward at the same time
 MOST_FORMS = 64  # CUDA graphs of one graph, as many as there are sets of parameters that it is called with
 
@@ -90,17 +90,9 @@ class Terms:
         return None
 
 
-def report_to(note: Note, text: Callable[[], str] = lambda: UNASKED) -> Callable[[str | None, int], None]:
-    """Return the function that notes the reason why a graph is not recorded, or `text()` and the bytes that
-    are kept."""
-
-    def report(reason: str | None, kept: int) -> None:
-        if reason is not None:
-            note(not_replayed(reason))
-        else:
-            note(replayed(f"{text()}; keeps {human_bytes(kept)} between calls"))
-
-    return report
+def keeping(text: str, kept: int) -> Decision:
+    """Return the decision that a graph is recorded, with the bytes that it keeps."""
+    return replayed(f"{text}; keeps {human_bytes(kept)} between calls")
 
 
 def mark(index: int) -> Any:
@@ -249,7 +241,8 @@ class Pair:
         self._trial: Trial | None = None
         self._why = UNASKED  # it is recorded
         self._notes: list[Note] = [note]  # of the forward and the backward
-        self._backwards: list[Callable[[Lane], None]] = []  # of each set of gradients that arrives
+        # For each set of gradients that arrives: the backward, `owning`, and the positions of parameters.
+        self._backwards: list[tuple[Boxed, Boxed, Sequence[int]]] = []
         self._most = MOST_LANES
         self._lanes: list[Lane] = []
         self._add_lane()
@@ -277,8 +270,8 @@ class Pair:
         pool = self._pools(len(self._lanes))
         recorder = Recorder(self._plain, pool, calls)
         self._lanes.append(Lane(pool, recorder, unless(paused, self._plain, recorder)))
-        for add in self._backwards:
-            add(self._lanes[-1])
+        for backward in self._backwards:
+            self._add_backward(self._lanes[-1], *backward)
 
     def _lane(self, arguments: Sequence[Any]) -> Lane | None:
         """Return the lane in which a forward may be replayed, a new one if need be; None if there is none."""
@@ -299,8 +292,7 @@ class Pair:
 
         def report(reason: str | None, kept: int) -> None:
             if reason is None:
-                kept = sum(each.recorders[place].kept for each in self._lanes if place < len(each.recorders))
-                report_to(self._notes[place], lambda: self._why)(None, kept)
+                self._note_kept(place)
             elif lane:
                 self._most = min(self._most, lane)
                 if place:
@@ -311,6 +303,11 @@ class Pair:
                 self._notes[place](not_replayed(reason))
 
         return report
+
+    def _note_kept(self, place: int) -> None:
+        """Note what the graphs of the forward (0) or of a backward keep in all lanes."""
+        kept = sum(lane.recorders[place].kept for lane in self._lanes if place < len(lane.recorders))
+        self._notes[place](keeping(self._why, kept))
 
     def backward(
         self, plain: Boxed, static: Sequence[int], terms: Terms | str | None, note: Note
@@ -344,13 +341,10 @@ class Pair:
         self._notes[0](self._decision())
         self._notes.append(note)
 
-        def add(lane: Lane) -> None:
-            self._add_backward(lane, plain, owning, static)
-
         number = len(self._backwards)
-        self._backwards.append(add)
+        self._backwards.append((plain, owning, static))
         for lane in self._lanes:
-            add(lane)
+            self._add_backward(lane, plain, owning, static)
 
         def call(arguments: list[Any]) -> Any:
             if self._trial is not None:
@@ -410,7 +404,7 @@ class Pair:
                 return
             self._why = f"recorded: {trial}"
             for place in range(len(self._notes)):
-                self._report(place, 0)(None, 0)
+                self._note_kept(place)
 
     def _leave(self, reason: str) -> None:
         """Record the forward and the backward no more."""

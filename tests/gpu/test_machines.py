@@ -44,7 +44,8 @@ def train(rank: int, world: int, schedule: str, local: int) -> tuple[list[Tensor
 
 
 @pytest.mark.parametrize(
-    ("world", "schedule", "local"), [(2, "1f1b", 1), (2, "interleaved", 2), (4, "gpipe", 1)]
+    ("world", "schedule", "local"),
+    [(2, "1f1b", 1), (2, "interleaved", 2), (4, "gpipe", 1), (2, "zero-bubble", 1)],
 )
 def test_processes_that_share_gpus_train_the_uncut_model(
     world: int, schedule: str, local: int, tmp_path: Path

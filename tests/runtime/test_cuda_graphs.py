@@ -504,6 +504,6 @@ def test_a_graph_with_a_collective_is_not_recorded_unasked() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")),))
-    reason = cuda_graphs._shared(fx.GraphModule({}, graph))
+    reason = cuda_graphs._collective(fx.GraphModule({}, graph))
     assert reason == "other processes take part in _c10d_functional.all_reduce.default"
-    assert cuda_graphs._shared(fx.symbolic_trace(lambda x: x + 1)) is None
+    assert cuda_graphs._collective(fx.symbolic_trace(lambda x: x + 1)) is None

@@ -221,6 +221,11 @@ def kept_by(plan: Any) -> str:
     return plan.decision("CUDA graph").reason.partition("; keeps")[0]
 
 
+def same_gradients(model: nn.Module, exact: nn.Module) -> None:
+    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+
+
 def steps_beside_eager(fast: Any, model: nn.Module, exact: nn.Module, pattern: str) -> None:
     """Forwards (f), backwards of the last one without (b) or the first one (o), and calls that are
     dropped (d)."""
@@ -261,8 +266,7 @@ def test_gradients_are_eagers(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, exact)]
     for _ in range(5):
         steps_beside_eager(fast, model, exact, pattern)
-        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        same_gradients(model, exact)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -300,30 +304,26 @@ def test_gradients_of_the_first_backward_are_not_written_over(
     assert pools[0].captures == 1
     ours = fast(inputs[2])
     torch.testing.assert_close(ours, exact(inputs[2].double()), check_dtype=False)
-    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    same_gradients(model, exact)
 
 
+@pytest.mark.parametrize(("most", "limit", "lanes"), [(1, FREE, 1), (8, 1500, 2)])
 def test_lanes_end_where_memory_or_their_number_does(
-    pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
+    most: int, limit: int, lanes: int, pools: list[FakePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """limit: of bytes, which suffice for the first lane alone in one case."""
     use(FakeGpu(), monkeypatch)
-    for most, limit in ((1, 0.125), (8, 1500)):
-        pools.clear()
-        monkeypatch.setattr(pairs, "MOST_LANES", most)
-        model = Net()
-        fast = fc.compile(model, tune=False, strict=True, graph_memory=limit)
-        exact = copy.deepcopy(model).double()
-        for _ in range(4):
-            steps_beside_eager(fast, model, exact, "ffoffooo")
-        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
-        assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2, "the first lane is kept"
-        assert pools[0].replayed > 4 and 0 < sum(pool.kept for pool in pools) <= max(
-            limit, most == 1 and FREE
-        )
-        assert len(pools) == (1 if most == 1 else 2)
-        assert most == 1 or pools[1].kept == 0, "a lane whose backward has no room keeps nothing"
+    monkeypatch.setattr(pairs, "MOST_LANES", most)
+    model = Net()
+    exact = copy.deepcopy(model).double()
+    fast = fc.compile(model, tune=False, strict=True, graph_memory=limit)
+    for _ in range(4):
+        steps_beside_eager(fast, model, exact, "ffoffooo")
+    same_gradients(model, exact)
+    assert [kept_by(plan) for plan in fast.plan] == [UNASKED] * 2, "the first lane is kept"
+    assert pools[0].replayed > 4 and 0 < pools[0].kept <= limit
+    assert len(pools) == lanes
+    assert all(pool.kept == 0 for pool in pools[1:]), "a lane whose backward has no room keeps nothing"
 
 
 @pytest.fixture
@@ -397,8 +397,7 @@ def test_an_empty_tensor_tells_nothing_of_a_lane(
     fast = fc.compile(model, tune=False, strict=True)
     for _ in range(6):
         steps_beside_eager(fast, model, exact, pattern)
-    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    same_gradients(model, exact)
     assert [pool.captures for pool in pools] == [2] * len(pools)
 
 
@@ -464,8 +463,7 @@ def test_a_forward_that_keeps_much_is_recorded_only_where_its_backward_is(
     fast = fc.compile(model, tune=False, strict=True)
     for _ in range(4):
         steps_beside_eager(fast, model, exact, "fb")
-    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    same_gradients(model, exact)
     forward = UNASKED if little else BACKWARD_IS_NOT
     assert [kept_by(plan) for plan in fast.plan] == [forward, "too large"]
     assert (pools[0].replayed > 0) == bool(little)
@@ -490,8 +488,7 @@ def test_what_a_retained_graph_saved_is_not_written_over(
     assert pools[0].replayed == before, "the forward runs as without"
     for _, loss in kept:
         loss.backward()
-    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    same_gradients(model, exact)
 
 
 class Keeps(torch.autograd.Function):
@@ -698,8 +695,7 @@ def test_where_prediction_does_not_tell_it_is_tried(
     is_kept = text == RECORDED
     assert (pools[0].replayed > count[1]) == is_kept == bool(pools[0].kept) == (not emptied)
     assert is_kept or not pools[0]._pending
-    for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+    same_gradients(model, exact)
 
 
 def lending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,8 +725,7 @@ def test_gradients_are_lent_until_one_is_held_too_long(
                 optimizer.zero_grad()
             result.square().sum().backward()
             del result
-        for ours, truth in zip(model.parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, truth.grad, check_dtype=False, rtol=1e-4, atol=1e-4)
+        same_gradients(model, exact)
         if step % steps_each == steps_each - 1:
             places.append(model.linear.weight.grad.data_ptr())  # type: ignore[union-attr]
             for optimizer in optimizers:
