@@ -106,7 +106,7 @@ class Alone:
         return begin, self.clock.mark()
 
     def median(self, spans: Iterable[Span]) -> float:
-        """Return the median of the microseconds between marks. It waits for none before all calls are made."""
+        """Return the median of the microseconds between marks, after all calls were made."""
         return statistics.median([self.clock.us(*span) for span in list(spans)])
 
     def phases(self) -> tuple[float, float]:
