@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from fusion_compiler.machines.simulate import simulate
 
 TURNS = 20  # of a phase and of a message
 WAIT_S = 0.01  # between two phases of a stage that waits for slow links
+T = TypeVar("T")
 Span = tuple[Any, Any]  # two marks of a clock
 PING = 1000  # a tag that no message of a step has
 
@@ -58,13 +60,15 @@ def step_us(
 
 
 class Alone:
-    """Measure the parts of a step, each alone, in a process of a pipeline that has run already. Every process
-    of the pipeline makes one and calls the same methods.
+    """Measure the parts of a step, each alone, in a process of a pipeline. Every process of the pipeline
+    makes one and calls the same methods: `listen` once, `measure` once or more often, then `parts`.
 
     A stage has as many microbatches in flight as the schedule's steady state. What it receives are messages
-    of a step that `listen` has kept: a product of zeros takes less power, and so less time.
+    of a step that `listen` has kept: a product of zeros takes less power, and so less time. The parameters
+    stay as they are, so steps and measurements may take turns.
 
-    inputs, target: of one microbatch. wait_s: before each phase; after a wait, its caches are cold.
+    inputs, target: of one microbatch. turns: of each part, whenever parts are measured. wait_s: before each
+    phase; after a wait, its caches are cold.
     """
 
     def __init__(
@@ -79,11 +83,12 @@ class Alone:
         self.turns, self.wait_s = turns, wait_s
         self.lanes, self.clock = pipeline._lanes, Clock(pipeline.device)
         (self.stage,) = pipeline.stages
+        self.times: dict[str, list[float]] = defaultdict(list)  # the microseconds of each part
         self.losses: dict[int, Tensor] = {}
         self.arrived: dict[str, Tensor] = {}
 
-    def listen(self, step: Callable[[], object]) -> None:
-        """Run a step, and keep the last message of each direction."""
+    def listen(self, step: Callable[[], T]) -> T:
+        """Run a step and return what it returns. Keep the last message of each direction."""
         stage: Any = self.stage
         arrived = stage._arrived
 
@@ -94,7 +99,7 @@ class Alone:
 
         stage._arrived = kept
         try:
-            step()
+            return step()
         finally:
             del stage._arrived
 
@@ -105,12 +110,12 @@ class Alone:
         call()
         return begin, self.clock.mark()
 
-    def median(self, spans: Iterable[Span]) -> float:
-        """Return the median of the microseconds between marks, after all calls were made."""
-        return statistics.median([self.clock.us(*span) for span in list(spans)])
+    def record(self, part: str, spans: Iterable[Span]) -> None:
+        """Record the time between marks, after all calls were made."""
+        self.times[part] += [self.clock.us(*span) for span in list(spans)]
 
-    def phases(self) -> tuple[float, float]:
-        """Return the microseconds of the stage's forward and backward passes, codecs included."""
+    def phases(self) -> None:
+        """Measure the stage's forward and backward passes, codecs included."""
         held = self.pipeline.plan.stages[self.stage.stage_index].in_flight
         numbers = [i % self.pipeline.plan.microbatches for i in range(self.turns + held - 1)]
         for number in numbers[: held - 1]:
@@ -121,8 +126,8 @@ class Alone:
         ]
         for number in numbers[self.turns :]:
             self.backward(number)
-        forward, backward = zip(*pairs, strict=True)
-        return self.median(forward), self.median(backward)
+        for part, spans in zip(("forward", "backward"), zip(*pairs, strict=True), strict=True):
+            self.record(part, spans)
 
     def forward(self, microbatch: int) -> None:
         if self.stage.before is not None:
@@ -143,48 +148,48 @@ class Alone:
         message = self.arrived[way]
         self.stage.messages[way, microbatch] = self.lanes.buffer(message.nbytes).copy_(message), operation
 
-    def optimizer(self) -> float:
-        """Return the microseconds of the optimizer's step."""
-        optimizer = self.pipeline.optimizer
-        return self.median(self.timed(optimizer.step) for _ in range(self.turns)) if optimizer else 0.0
+    def optimizer(self) -> None:
+        """Measure the optimizer's step at a learning rate of zero."""
+        if (optimizer := self.pipeline.optimizer) is None:
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        self.record("optimizer", (self.timed(optimizer.step) for _ in range(self.turns)))
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
-    def ties(self) -> float:
-        """Return the microseconds in which the gradients of tied parameters are added up."""
-        if not self.pipeline.ties:
-            return 0.0
-        return self.median(self.timed(self.pipeline._add_up_ties) for _ in range(self.turns))
+    def ties(self) -> None:
+        """Measure the sum of the gradients of tied parameters."""
+        if self.pipeline.ties:
+            self.record("ties", (self.timed(self.pipeline._add_up_ties) for _ in range(self.turns)))
 
-    def messages(self) -> tuple[float, float]:
-        """Return the microseconds of a message to the next stage and of one back, one link after the other;
-        zeros in the last process."""
-        rank, us = self.pipeline.rank, (0.0, 0.0)
+    def messages(self) -> None:
+        """Measure a message to the next stage and one back, one link after the other."""
+        rank = self.pipeline.rank
         for left in range(self.pipeline.world - 1):
             dist.barrier()
             if rank == left and (after := self.stage.after) is not None:
-                forward, backward = (
-                    self.message(rank + 1, nbytes, first=True)
-                    for nbytes in (after.forward.nbytes, after.backward.nbytes)
-                )
-                us = forward, backward
+                self.times["next"] += self.message(rank + 1, after.forward.nbytes, first=True)
+                self.times["back"] += self.message(rank + 1, after.backward.nbytes, first=True)
             elif rank == left + 1 and (before := self.stage.before) is not None:
-                for nbytes in (before.forward.nbytes, before.backward.nbytes):
-                    self.message(rank - 1, nbytes, first=False)
-        return us
+                self.message(rank - 1, before.forward.nbytes, first=False)
+                self.message(rank - 1, before.backward.nbytes, first=False)
 
-    def message(self, peer: int, nbytes: int, first: bool) -> float:
-        """Return half of the microseconds that a message takes to a process and back.
+    def message(self, peer: int, nbytes: int, first: bool) -> list[float]:
+        """Return half of the microseconds that a message takes to a process and back, for each turn.
 
         Both processes call this. first: this one sends first.
         """
         tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.pipeline.device)
         arrivals = [self.lanes.receive(nbytes, peer, self.stage.group, PING)[1] for _ in range(self.turns)]
-        seconds: list[float] = []
+        times: list[float] = []
         for arrival in arrivals:
             begin = time.perf_counter()
             for turn in (first, not first):
                 self.exchange(self.lanes.send(tensor, peer, self.stage.group, PING) if turn else arrival)
-            seconds.append(time.perf_counter() - begin)
-        return 1e6 * statistics.median(seconds) / 2
+            times.append(1e6 * (time.perf_counter() - begin) / 2)
+        return times
 
     def exchange(self, operation: dist.P2POp) -> None:
         """Run an operation as PyTorch's schedules do, and wait for it. Over Gloo, nobody waits for what is
@@ -194,10 +199,24 @@ class Alone:
         if not self.lanes.gloo:
             synchronize(self.pipeline.device)
 
-    def parts(self) -> Parts:
+    def measure(self) -> None:
         """Measure all parts, while the other processes measure theirs."""
         dist.barrier()
-        stage = self.phases()
+        self.phases()
         dist.barrier()
-        ties = self.ties()
-        return Parts(stage, self.messages(), ties, self.optimizer())
+        self.ties()
+        self.messages()
+        self.optimizer()
+
+    def parts(self) -> Parts:
+        """Return the medians of all that was measured."""
+
+        def median(part: str) -> float:
+            return statistics.median(self.times[part]) if self.times[part] else 0.0
+
+        return Parts(
+            stage=(median("forward"), median("backward")),
+            link=(median("next"), median("back")),
+            ties=median("ties"),
+            optimizer=median("optimizer"),
+        )

@@ -176,6 +176,7 @@ def timed_steps(
 def measured_alone(pipeline: fc.PipelineRunner, inputs: Tensor, target: Tensor) -> dict[str, Any]:
     alone = Alone(pipeline, (inputs[:ROWS],), target[:ROWS], wait_s=WAIT_S)
     alone.listen(lambda: pipeline.step(inputs, target))
+    alone.measure()
     return {"parts": alone.parts().json}
 
 

@@ -7,10 +7,11 @@ Each process is a machine of the pipeline: some threads of the CPU, or a GPU. It
 - `measured` is its plan with `measured=True`: each operator has run once.
 - `equal` has as many layers on each stage.
 
-`step` is the median of a few steps of the slowest process. The contenders take turns, step by step. Three
-predictions stand beside it. `estimated` and `operators` are the plan's, before a stage has run: by the
-device's rates, and by the measured operators. `phases` simulates the schedule with the phases of each stage,
-the messages, the sums of tied gradients and the optimizer's step, each measured alone.
+`step` is the median of a few steps of the slowest process. Three predictions stand beside it. `estimated` and
+`operators` are the plan's, before a stage has run: by the device's rates, and by the measured operators.
+`phases` simulates the schedule with the phases of each stage, the messages, the sums of tied gradients and
+the optimizer's step, each measured alone. The contenders take turns, step by step, and so do steps and parts:
+a host whose speed changes is as fast for all of them.
 
 --processes: 4 on a CPU, else as many as there are GPUs. --threads: of each process on a CPU; the default
 leaves one core of its share for messages. --size: small, middle or large. --backend: gloo or nccl; the
@@ -29,7 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -57,7 +58,7 @@ from fusion_compiler.machines.workload import Workload, workload
 
 CONTENDERS = ("ours", "measured", "equal")
 SCHEDULE, MICROBATCHES = Schedule.ONE_F_ONE_B, 8
-WARM, TIMED, TURNS = 3, 10, 10  # steps that do not count, steps that do, and repetitions of a part
+WARM, TIMED, TURNS = 3, 10, 4  # steps that do not count, steps that do, and turns of a part behind each
 RATE = 1e-3  # of SGD
 PATIENCE_S = 60.0  # for a process that compiles its stages
 SAME = {torch.float32: 1e-3, torch.bfloat16: 2e-2}  # relative difference of the losses after all steps
@@ -67,7 +68,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """A task is what the processes do for one model. device: its type. steps: those that count."""
+    """A task is what the processes do for one model. device: its type. steps: those that count. turns: how
+    often each part is measured behind each of these steps."""
 
     name: str
     size: str
@@ -151,8 +153,6 @@ def process(rank: int, texts: Texts, task: Task) -> dict[str, Row]:
             plan = plans.plan(**choice["plan"])
             runners[contender] = runner_of(replace(plan, graph=copy.deepcopy(plan.graph)))
     reports = timed_steps(runners, example[1], task)
-    for contender, runner in runners.items():
-        reports[contender]["parts"] = measured_alone(runner, example[1], task)
     for runner in runners.values():
         runner.close()
     return {c: facts | choice | reports.get(c, {}) for c, choice in chosen.items()}
@@ -197,33 +197,32 @@ def batch_of(args: tuple[Tensor, ...], number: int) -> tuple[Tensor, ...]:
 def timed_steps(
     runners: Mapping[str, fc.PipelineRunner], args: tuple[Tensor, ...], task: Task
 ) -> dict[str, Row]:
-    """Return the milliseconds of each step that counts, and in the last process the losses of all."""
+    """Return the milliseconds of each step that counts, the parts of a step, and in the last process the
+    losses of all steps."""
     reports: dict[str, Row] = {contender: {"ms": [], "losses": []} for contender in runners}
+    alone = {c: Alone(runner, args, no_target(runner, 1), task.turns) for c, runner in runners.items()}
     for number in range(WARM + task.steps):
         batch = batch_of(args, number)
         for contender, runner in runners.items():
+            step = partial(runner.step, batch, no_target(runner, MICROBATCHES))
             synchronize(runner.device)
             dist.barrier()
             begin = time.perf_counter()
-            loss = runner.step(batch, no_target(runner, MICROBATCHES))
+            loss = alone[contender].listen(step) if number == 0 else step()
             synchronize(runner.device)
             if number >= WARM:
                 reports[contender]["ms"].append(1e3 * (time.perf_counter() - begin))
             if loss is not None:
                 reports[contender]["losses"].append(float(loss))
-    return reports
+        if number >= WARM:
+            for each in alone.values():
+                each.measure()
+    return {c: report | {"parts": alone[c].parts().json} for c, report in reports.items()}
 
 
 def no_target(runner: fc.PipelineRunner, microbatches: int) -> Tensor:
     """Return a target that no loss reads: the models compute their losses."""
     return torch.zeros(microbatches, device=runner.device)
-
-
-def measured_alone(runner: fc.PipelineRunner, args: tuple[Tensor, ...], task: Task) -> Row:
-    alone = Alone(runner, args, no_target(runner, 1), task.turns)
-    batch = batch_of(args, 0)
-    alone.listen(lambda: runner.step(batch, no_target(runner, MICROBATCHES)))
-    return alone.parts().json
 
 
 def measure(options: argparse.Namespace, name: str, until: float) -> Iterator[Row]:

@@ -11,9 +11,9 @@ import torch
 import fusion_compiler as fc
 from benchmarks.__main__ import parse
 from benchmarks.machines import steps
-from benchmarks.machines.alone import Parts, step_us
+from benchmarks.machines.alone import Alone, Parts, step_us
 from benchmarks.machines.group import GroupError, Texts, run_group
-from benchmarks.machines.steps import Plans, bars_of, batch_of, measure
+from benchmarks.machines.steps import Plans, bars_of, batch_of, measure, no_target, runner_of
 from benchmarks.machines.uneven import UNEVEN, Trained
 from fusion_compiler.machines.plan import Schedule
 
@@ -45,6 +45,29 @@ def test_a_step_ends_with_tied_gradients_and_the_optimizer() -> None:
 def test_microbatches_differ() -> None:
     (batch,) = batch_of((torch.arange(10).view(1, 10),), 0)
     assert batch.shape == (8, 10) and len({tuple(row.tolist()) for row in batch}) == 8
+
+
+def measure_between_steps(_rank: int, texts: Texts, _task: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, args = UNEVEN["tied head"]("small")
+    machines = tuple(fc.Machine(f"process {i}", "h200") for i in range(texts.world))
+    runner = runner_of(Plans((Trained(model), args), machines, fc.Link(1e9, 10.0)).plan())
+    alone = Alone(runner, args, no_target(runner, 1), turns=2)
+    alone.listen(lambda: runner.step(batch_of(args, 0), no_target(runner, 8)))
+    before = {name: parameter.detach().clone() for name, parameter in runner.parameters.items()}
+    for _ in range(2):
+        alone.measure()
+    assert runner.optimizer is not None and runner.optimizer.param_groups[0]["lr"] == steps.RATE
+    changed = [name for name, parameter in runner.parameters.items() if not parameter.equal(before[name])]
+    runner.close()
+    return {"parts": alone.parts().json, "changed": changed}
+
+
+def test_parts_are_measured_and_the_parameters_stay_as_they_are() -> None:
+    first, last = run_group(measure_between_steps, 2, "gloo", 120, None)
+    assert first["changed"] == last["changed"] == []
+    assert min(*first["parts"]["stage"], *first["parts"]["link"], first["parts"]["ties"]) > 0
+    assert last["parts"]["link"] == [0.0, 0.0] and last["parts"]["optimizer"] > 0
 
 
 def talk(rank: int, texts: Texts, task: Any) -> Any:
