@@ -112,8 +112,7 @@ def backend_of(call: Call, spec: DeviceSpec) -> SDPBackend:
 
 def _capability(spec: DeviceSpec) -> tuple[int, int]:
     """Return (9, 0) for "sm_90", and (0, 0) for a GPU that is not NVIDIA's."""
-    family, _, number = spec.target.partition("_")
-    return divmod(int(number), 10) if family == "sm" else (0, 0)
+    return divmod(spec.capability, 10)
 
 
 def _prefers_cudnn(spec: DeviceSpec) -> bool:

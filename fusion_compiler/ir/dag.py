@@ -64,7 +64,8 @@ class Op:
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result. flops, bytes: what
     it computes, and what it reads and writes when it runs alone. reproducible: its value is one number
     wherever it is computed or held, because a discontinuous operation depends on it. rounds: its value is
-    rounded to its dtype even where it is not stored: see `round_trips`.
+    rounded to its dtype even where it is not stored: see `round_trips`. window: the elements of a
+    convolution's window; 1 for other ops.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Op:
     call: EagerCall | None = None
     reproducible: bool = False
     rounds: bool = False
+    window: int = 1
 
     @property
     def first(self) -> str:
@@ -141,11 +143,13 @@ LEAST_SHARING = 3
 # Rows of the products that one plan is made for, at most, where their number is only known at run time.
 ROW_RANGES = (4, 8, FEW_ROWS)
 
+CONVOLUTIONS = ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose")  # how their names begin
+
 # Library calls, where their arithmetic is worth more than any fusion around them.
 CONTRACTIONS = frozenset({
     "mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convolution_backward", "convolution_relu",
-    "conv1d", "conv2d", "conv3d", "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "matmul",
-    "einsum", *LAYERS,
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "matmul",
+    "_addmm_activation", "_scaled_mm", "_grouped_mm", "expert_mm", "einsum", *LAYERS,
 })  # fmt: skip
 
 
@@ -264,10 +268,18 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         steps = prod(hint(size, hints) for size in x.shape[:-1])
         weights = sum(numel_of(other) for other in others if len(other.shape) == 2)
         return 2 * steps * weights * (2 if backward else 1)
-    if name.startswith(("convolution", "conv1d", "conv2d", "conv3d")) and "weight" in named:
-        positions = meta("grad_output") if backward else outputs[0]
+    if name.startswith(CONVOLUTIONS) and "weight" in named:
+        is_transposed = named.get("transposed", "transpose" in name)
+        positions = meta("input") if is_transposed else meta("grad_output") if backward else outputs[0]
         return 2 * numel_of(positions) * numel(meta("weight").shape[1:], hints) * (2 if backward else 1)
     return 0
+
+
+def _window(node: fx.Node, hints: Hints) -> int:
+    if isinstance(node.target, OpOverload) and name_of(node.target).startswith(CONVOLUTIONS):
+        weight = bound(node.target, node.args, node.kwargs)["weight"]
+        return numel(metas_of(weight.meta["val"])[0].shape[2:], hints)
+    return 1
 
 
 def nbytes(metas: Iterable[TensorMeta], hints: Hints | None = None) -> int:
@@ -360,6 +372,7 @@ def build(gm: fx.GraphModule, source_of: Callable[[fx.Node], Source | None] = la
             call=None if is_input else call_of(node),
             reproducible=node in reproducible,
             rounds=node in rounded,
+            window=_window(node, hints),
         )
         if op.kind is Kind.CONTRACTION and isinstance(value := node.meta.get("val"), torch.Tensor):
             sizes |= {dim_of(n): n for n in value.shape[-2:]}

@@ -88,10 +88,15 @@ class DeviceSpec:
         return self.sms * self.integer_lanes * self.clock
 
     @property
+    def capability(self) -> int:
+        """Return the compute capability of an NVIDIA GPU, as 90 for sm_90; 0 for others."""
+        family, _, number = self.target.partition("_")
+        return int(number) if family == "sm" else 0
+
+    @property
     def dependent_launch(self) -> bool:
         """True if the device has programmatic dependent launch, as NVIDIA's have from Hopper on."""
-        family, _, number = self.target.partition("_")
-        return family == "sm" and int(number) >= 90
+        return self.capability >= 90
 
     @cached_property
     def random_per_s(self) -> float:

@@ -336,7 +336,16 @@ def test_a_convolution_is_counted_by_its_arithmetic(dimensions: int) -> None:
     work = workload(layer, (torch.zeros(2, 8, *[6] * dimensions),), {}, training=True)
     (op,) = map(work.dag.op, work.order)
     assert op.kind is Kind.CONTRACTION
-    assert op.flops == 2 * (2 * 4 * 4**dimensions) * (8 * 3**dimensions)
+    assert op.flops == 2 * (2 * 4 * 4**dimensions) * (8 * 3**dimensions) and op.window == 3**dimensions
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_transposed_convolution_is_counted_by_its_inputs(dimensions: int) -> None:
+    layer = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1](8, 4, 3, stride=2)
+    work = workload(layer, (torch.zeros(2, 8, *[6] * dimensions),), {}, training=True)
+    (op,) = map(work.dag.op, work.order)
+    assert op.kind is Kind.CONTRACTION
+    assert op.flops == 2 * (2 * 8 * 6**dimensions) * (4 * 3**dimensions)
 
 
 def test_gradients_that_are_added_to_others_take_time() -> None:

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch._ops import OpOverload
 
 from fusion_compiler.ir.dag import Op, TensorMeta
-from fusion_compiler.ir.device import DEVICES, device_spec
+from fusion_compiler.ir.device import DEVICES, DeviceSpec, device_spec
 from fusion_compiler.ir.dims import FEW, hint
 from fusion_compiler.ir.loops import COLS, ROWS, Load, Value
 from fusion_compiler.ir.plan_data import Cost
+from fusion_compiler.machines.estimate import this_cpu
 from fusion_compiler.ops.table import Kind
 from fusion_compiler.passes.fuse.cost import contraction_cost, cost_of, eager_cost
 from fusion_compiler.passes.fuse.legality import first_refusal
@@ -547,6 +548,54 @@ def test_contraction_cost_of_measured_attention():
     by_name = contraction_cost(replace(op, kwargs=(("is_causal", True),)), H200)
     assert by_place == by_name
     assert 8 * by_place.us == pytest.approx(1600, rel=0.05) and by_place.us < 0.6 * by_call
+
+
+def convolved(
+    n: int,
+    c: int,
+    edge: int,
+    out: int,
+    window: int,
+    dtype: torch.dtype,
+    last: bool,
+    device: DeviceSpec = H200,
+) -> float:
+    """Microseconds of a convolution of n images [c, edge, edge] that keeps their size."""
+    x, weight, result = (n, c, edge, edge), (out, c, window, window), (n, out, edge, edge)
+    flops = 2 * prod(result) * prod(weight[1:])
+    op = lone(aten.convolution.default, Kind.CONTRACTION, [x, weight, result], flops, dtype)
+    stride = (out * edge**2, 1, out * edge, out) if last else (out * edge**2, edge**2, edge, 1)
+    op = replace(op, outputs=(replace(op.outputs[0], stride=stride),), window=window**2)
+    return contraction_cost(op, device).us
+
+
+@pytest.mark.parametrize(
+    ("shape", "bfloat16", "float32"),
+    [
+        ((128, 64, 56, 64, 3), (160, 67), (257, 135)),
+        ((128, 128, 28, 128, 3), (100, 49), (154, 89)),
+        ((128, 256, 14, 256, 3), (74, 42), (116, 76)),
+        ((8, 128, 256, 128, 3), (449, 213), None),
+        ((1, 128, 512, 128, 3), (241, 113), None),
+        ((128, 256, 56, 64, 1), (66, 66), (132, 125)),
+        ((128, 1024, 14, 256, 1), (75, 23), None),  # 14 * 14 is no multiple of 8
+    ],
+)
+def test_contraction_cost_of_measured_convolutions(
+    shape: tuple[int, int, int, int, int], bfloat16: tuple[float, float], float32: tuple[float, float] | None
+) -> None:
+    """Channels first are transposed for the matrix units, and float32 runs as TF32."""
+    for dtype, measured in ((torch.bfloat16, bfloat16), (torch.float32, float32)):
+        for last, us in enumerate(measured or ()):
+            assert 0.6 < convolved(*shape, dtype, bool(last)) / us < 1.2
+
+
+def test_convolutions_of_other_devices_are_not_transposed() -> None:
+    shape = (8, 128, 64, 128, 3)
+    for device in (device_spec("mi300x"), this_cpu(1)):
+        first, last = (convolved(*shape, torch.float32, last, device) for last in (False, True))
+        assert first == last
+    assert convolved(*shape, torch.float64, last=False) == convolved(*shape, torch.float64, last=True)
 
 
 def products(*shapes: tuple[int, int, int]) -> float:

@@ -13,13 +13,14 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dag import FEW_ROWS, Op
+from fusion_compiler.ir.dag import CONVOLUTIONS, FEW_ROWS, Op
 from fusion_compiler.ir.device import GEMM_SHARE, DeviceSpec
-from fusion_compiler.ir.dims import hint
+from fusion_compiler.ir.dims import hint, numel
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.products import factors_of
+from fusion_compiler.ops.schema import short_name
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
@@ -42,6 +43,11 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise_weight_gradient: (0.02, 0.13),
 }
 DEPTHWISE_US = 4.0  # such a call takes at least so long, on a single image
+# cuDNN's matrix units want channels last. A convolution whose channels are first has its tensors transposed,
+# at this share of a copy's bandwidth, unless its window is one element and its images end at multiples of
+# 16 bytes: measured on an H200 at 20 shapes (2026-11-30).
+TRANSPOSED_SHARE, ALIGNED_BYTES = 0.5, 16
+TF32_CAPABILITY = 80  # PyTorch lets cuDNN round float32 to TF32, which NVIDIA's GPUs have from here on
 EAGER_SHARE = 0.9  # the share of copy bandwidth that an ATen element-wise kernel reaches
 EAGER_NORM_SHARE = 0.65  # the same for its reductions and normalizations
 
@@ -101,9 +107,9 @@ def _traffic(op: Op, hints: Mapping[sympy.Symbol, int]) -> tuple[int, int]:
 def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> Cost:
     """Predict a library call (matrix product, convolution, attention) by roofline, from its flops and bytes.
 
-    16-bit types run on the tensor units, float32 and depthwise convolutions on the float units (PyTorch's
-    default), at the share of their rate that large calls reach. Causal attention computes half of what its
-    shapes say.
+    16-bit types and float32 convolutions run on the tensor units, other float32 and depthwise convolutions on
+    the float units (PyTorch's default), at the share of their rate that large calls reach. Causal attention
+    computes half of what its shapes say.
     """
     read, written = _traffic(op, hints)
     is_causal = isinstance(op.target, OpOverload) and op.arguments.get("is_causal") is True
@@ -117,16 +123,37 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
             rate /= prod(op.args[-3])  # type: ignore[arg-type]
     elif dtype.itemsize <= 2:
         rate = device.tensor_flops * (ATTENTION_SHARE if attention else GEMM_SHARE)
+    elif dtype is torch.float32 and is_convolution(op) and device.capability >= TF32_CAPABILITY:
+        rate = device.tensor_flops / 2 * GEMM_SHARE
     else:
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
         rate = 2 * lanes * GEMM_SHARE
     us, bound = _roofline(device, flops / rate, op.bytes, share)
+    us += transposing_us(op, device, hints)
     us = max(us, DEPTHWISE_US) if op.target in DEPTHWISE_RATES else us
     if tokens_of(op, hints) <= FEW_ROWS:
         streamed = device.launch_us + 1e6 * op.bytes / (device.copy_bandwidth * FEW_ROWS_SHARE)
         streamed = max(streamed, FEW_ROWS_US) if op.bytes >= FEW_ROWS_BYTES else streamed
         us, bound = max(us, streamed), bound if us > streamed else "memory"
     return Cost(us, read, written, flops, bound)
+
+
+def is_convolution(op: Op) -> bool:
+    """Return whether an op is a convolution of a library, or the gradients of one."""
+    return short_name(op.target).startswith(CONVOLUTIONS)
+
+
+def transposing_us(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]) -> float:
+    """Return the time in which a library transposes the tensors of a convolution with channels first."""
+    result = next((meta for meta in op.outputs if len(meta.shape) > 2), None)
+    if not is_convolution(op) or not device.capability or result is None or result.stride[1] == 1:
+        return 0.0
+    if result.dtype.itemsize > 4 or (result.dtype.itemsize == 4 and device.capability < TF32_CAPABILITY):
+        return 0.0
+    image = numel(result.shape[2:], hints) * result.dtype.itemsize
+    if op.window == 1 and image % ALIGNED_BYTES == 0:
+        return 0.0
+    return 1e6 * 2 * op.bytes / (device.copy_bandwidth * TRANSPOSED_SHARE)
 
 
 def tokens_of(op: Op, hints: Mapping[sympy.Symbol, int] = NO_HINTS) -> float:
