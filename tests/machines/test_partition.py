@@ -279,7 +279,7 @@ def test_machines_of_other_speeds_get_other_shares() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
     x = torch.randn(4096, 512)
     machines = [fc.Machine("slow"), fc.Machine("fast", speed=3.0)]
-    plan = fc.partition(model, (x,), machines=machines, links=fc.Link(1e12, 1.0))
+    plan = fc.partition(model, (x,), machines=machines, links=fc.Link(1e12, 1.0), microbatches=16)
     sizes = {s.machine: len(s.operators) for s in plan.stages}
     assert sizes == {"slow": 3, "fast": 9}
 
