@@ -26,6 +26,7 @@ BENCHMARKS = {
     "descriptors": "kernels.descriptors",
     "products": "kernels.products",
     "schedules": "kernels.schedules",
+    "library": "kernels.library",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",
     "chains": "chains.measure",

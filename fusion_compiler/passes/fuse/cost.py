@@ -45,7 +45,7 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
 DEPTHWISE_US = 4.0  # such a call takes at least so long, on a single image
 # cuDNN's matrix units want channels last. A convolution whose channels are first has its tensors transposed,
 # at this share of a copy's bandwidth, unless its window is one element and its images end at multiples of
-# 16 bytes: measured on an H200 at 20 shapes (2026-11-30).
+# 16 bytes: measured on an H200 at 18 shapes (2026-11-30; `python -m benchmarks library` measures it).
 TRANSPOSED_SHARE, ALIGNED_BYTES = 0.5, 16
 TF32_CAPABILITY = 80  # PyTorch lets cuDNN round float32 to TF32, which NVIDIA's GPUs have from here on
 EAGER_SHARE = 0.9  # the share of copy bandwidth that an ATen element-wise kernel reaches
