@@ -26,7 +26,6 @@ BENCHMARKS = {
     "descriptors": "kernels.descriptors",
     "products": "kernels.products",
     "schedules": "kernels.schedules",
-    "library": "kernels.library",
     "overhead": "kernels.overhead",
     "channel-order": "kernels.channel_order",
     "chains": "chains.measure",

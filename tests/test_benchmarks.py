@@ -33,7 +33,6 @@ from benchmarks.harness.processes import in_turn
 from benchmarks.harness.record import ROOT, Record
 from benchmarks.harness.tables import geometric_mean, table
 from benchmarks.harness.timing import OverBudgetError, budget, busy, kind_of, median_by_repetition
-from benchmarks.kernels import library
 from benchmarks.kernels import measure as kernels
 from benchmarks.kernels.bars import cliffs, rank_correlation, show_summary, summarize, verdict
 from benchmarks.kernels.case import Case, copy_of
@@ -46,7 +45,6 @@ from benchmarks.models.workloads import WORKLOADS, Workload, gradient_for, resul
 from benchmarks.optimizer import measure as optimizer
 from benchmarks.pages.readme import FIGURES, PLAN, RESULTS, headlines, optimizer_page, plan_text, text_of
 from benchmarks.pages.reports import rewritten
-from fusion_compiler.ir.device import device_spec
 from tests.codegen.test_golden import of_pinned_versions
 
 
@@ -273,18 +271,6 @@ def test_a_resumed_run_adds_what_is_missing_and_renews_ours(
         assert {n: c["commit"] for n, c in row["cells"].items()} == {"eager": "one", "ours": commit}
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == [row]
     assert not kernels.main(options(tmp_path, "kernels", "--family", "no such"), cases).rows
-
-
-def test_calls_of_a_library_stand_beside_their_predicted_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "spec_of", lambda _: device_spec("h200"))
-    library.main(options(tmp_path, "library", "--filter", "bfloat16"))
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert len(rows) == 4 and all(row["us"] > 0 for row in rows)
-    first, back, last, _ = library.convolutions((16, 64, 56, 64, 3, 1), torch.bfloat16)
-    us = [library.predicted_us(call, device_spec("h200")) for call in (first, back, last)]
-    assert us[0] > 1.5 * us[2] and us[1] > 1.5 * us[0]  # channels first are transposed
 
 
 @pytest.mark.sample(2, group="long")

@@ -30,7 +30,6 @@ CALLS = {
     "descriptors": (("--filter", "PoolFormer, small, inference"), "addcmul_relu_avg_pool2d"),
     "products": (("--filter", "^(4096|down).*(4096|ViT)", "--only", "library|fused"), "share of cuBLAS"),
     "schedules": (("--filter", "chunked SwiGLU", "--limit", "1", "--budget", "0"), "first choice"),
-    "library": (("--filter", "^bfloat16"), "channels last, forward"),
     "overhead": (("--filter", "nothing", "--only", "eager"), "computes nothing, step"),
     "channel-order": (("--filter", "^odd bf16 64x33x"), "1 of 1"),
     "chains": (("--filter", "^sigmoid.*forward$", "--backend", "eager", "--only", "ours"), "sigmoid, causal"),

@@ -7,7 +7,8 @@ input and of the gradient of the weight, each with channels first (cf) and chann
 lie in that order, so that a time includes only the copies that ATen and cuDNN make by themselves. PyTorch
 picks the kernels: for depthwise convolutions in bfloat16, its own with channels first and cuDNN's with
 channels last. `gain` is cf / cl over all three; `copy` is the time that converting the input and the result
-between the two orders would take at 3 TB/s.
+between the two orders would take at 3 TB/s. `predicted` is what the cost model predicts for the three passes
+over what they take, with channels first and last.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.harness.record import Record, begin
 from benchmarks.harness.tables import Column, Row, figure, lines_of, table
 from benchmarks.harness.timing import event_time, wall_time
+from fusion_compiler.ir import dag
+from fusion_compiler.ir.device import device_spec
+from fusion_compiler.ops.table import Kind
+from fusion_compiler.passes.fuse.cost import contraction_cost
 
 _aten = torch.ops.aten
 COPY = 3e12  # bytes per second, read and written, of a transposing copy
@@ -57,8 +64,8 @@ class Convolution:
         shape = f"{self.batch}x{self.inputs}x{self.side}^{self.rank - 2}"
         extra = (f" d{self.dilation}" if self.dilation > 1 else "") + (" row" if self.rows else "")
         to = "" if self.inputs == self.outputs else f" -> {self.outputs}"
-        half = "f16" if self.dtype is torch.float16 else "bf16"
-        return f"{self.net} {half} {shape}{to} k{self.kernel} s{self.stride} g{self.groups}{extra}"
+        dtype = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(self.dtype, "f32")
+        return f"{self.net} {dtype} {shape}{to} k{self.kernel} s{self.stride} g{self.groups}{extra}"
 
 
 def _depthwise(net: str, batch: int, *cases: tuple[int, ...]) -> list[Convolution]:
@@ -123,6 +130,12 @@ CASES: tuple[Convolution, ...] = (
     Convolution("dense", 64, 256, 256, 14, 3),
     Convolution("dense", 64, 2048, 512, 7, 1),
     Convolution("dense", 64, 128, 32, 28, 3),
+    Convolution("dense", 128, 128, 128, 28, 3),
+    Convolution("dense", 128, 1024, 256, 14, 1),
+    Convolution("u-net", 8, 128, 128, 256, 3),
+    Convolution("u-net", 8, 384, 256, 128, 3),
+    Convolution("u-net", 8, 512, 512, 32, 3),
+    Convolution("u-net", 4, 1280, 1280, 16, 3),
     Convolution("product", 128, 16, 96, 112, 1),
     Convolution("product", 128, 480, 80, 14, 1),
     Convolution("squeeze", 128, 480, 20, 1, 1),
@@ -138,12 +151,17 @@ HALF = ("efficientnet bf16 128x32x", "efficientnet bf16 128x144x56^2 k5", "effic
 
 
 def cases() -> list[Convolution]:
-    """All convolutions in bfloat16, then some of them in float16."""
+    """All convolutions in bfloat16, then some of them in float16 and in float32."""
     half = [c for c in CASES if c.name.startswith(HALF)]
-    return [*CASES, *(replace(c, dtype=torch.float16) for c in half)]
+    single = [c for c in CASES if c.net == "dense"]
+    return [
+        *CASES,
+        *(replace(c, dtype=torch.float16) for c in half),
+        *(replace(c, dtype=torch.float32) for c in single),
+    ]
 
 
-def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tuple[str, partial[object]]]:
     """The forward, the gradient of the input and that of the weight, as calls; sequences are images of one
     row where channels are to be last."""
     spread, rank = case.rank - 2, case.rank
@@ -159,18 +177,27 @@ def passes(case: Convolution, last: bool, device: torch.device) -> Iterator[tupl
     x, w = (t.to(case.dtype).contiguous(memory_format=order) for t in (x, w))
     geometry = [*sizes, False, [0] * (rank - 2), case.groups]
 
-    def forward() -> Tensor:
-        return _aten.convolution.default(x, w, None, *geometry)
-
+    forward = partial(_forward, x, w, geometry)
     gradient = torch.randn_like(forward()).contiguous(memory_format=order)
     for name, mask in MASKS.items():
-        yield name, forward if mask is None else _backward(gradient, x, w, geometry, mask)
+        yield name, forward if mask is None else partial(_backward, gradient, x, w, geometry, mask)
 
 
-def _backward(
-    gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[object], mask: list[bool]
-) -> Callable[[], object]:
-    return lambda: _aten.convolution_backward.default(gradient, x, w, None, *geometry, mask)
+def _forward(x: Tensor, w: Tensor, geometry: Sequence[Any]) -> Tensor:
+    return _aten.convolution.default(x, w, None, *geometry)
+
+
+def _backward(gradient: Tensor, x: Tensor, w: Tensor, geometry: Sequence[Any], mask: list[bool]) -> object:
+    return _aten.convolution_backward.default(gradient, x, w, None, *geometry, mask)
+
+
+def predicted_us(call: partial[object], device: torch.device) -> float:
+    """Return the time that the cost model predicts for a pass."""
+    tensors = [arg for arg in call.args if isinstance(arg, Tensor)]
+    others = call.args[len(tensors) :]
+    built = dag.build(make_fx(lambda *args: call.func(*args, *others), tracing_mode="fake")(*tensors))
+    (op,) = (op for op in map(built.op, built.order) if op.kind is Kind.CONTRACTION)
+    return contraction_cost(op, device_spec(device)).us
 
 
 def microseconds(call: Callable[[], object], device: torch.device) -> float:
@@ -186,15 +213,15 @@ def microseconds(call: Callable[[], object], device: torch.device) -> float:
 
 def measure(case: Convolution, device: torch.device) -> dict[str, Any]:
     """Return the microseconds of each pass in both orders, nan where PyTorch has no kernel."""
-    first, last = (
-        {name: microseconds(call, device) for name, call in passes(case, last, device)}
-        for last in (False, True)
-    )
+    calls = [dict(passes(case, last, device)) for last in (False, True)]
+    first, last = ({name: microseconds(call, device) for name, call in order.items()} for order in calls)
+    predicted = [sum(predicted_us(call, device) for call in order.values()) for order in calls]
     spread = case.rank - 2
     elements = case.inputs * case.side**spread + case.outputs * (case.side // case.stride) ** spread
     copy = 2 * 2 * case.batch * elements / COPY * 1e6
     gain = sum(first.values()) / sum(last.values())
-    return {"first": first, "last": last, "copy": copy, "gain": gain}
+    shares = [us / sum(times.values()) for us, times in zip(predicted, (first, last), strict=True)]
+    return {"first": first, "last": last, "copy": copy, "gain": gain, "predicted": shares}
 
 
 def as_data(case: Convolution, row: Row) -> str:
@@ -210,6 +237,7 @@ COLUMNS: tuple[Column, ...] = (
     *((n, lambda row, n=n: f"{row['first'][n]:.0f}/{row['last'][n]:.0f}") for n in MASKS),
     ("gain", lambda row: figure(row["gain"])),
     ("copy", lambda row: figure(row["copy"], ".0f")),
+    ("predicted", lambda row: "/".join(figure(share) for share in row["predicted"])),
 )
 
 

@@ -21,6 +21,7 @@ from fusion_compiler.ir.calls import EagerCall, call_of, name_of
 from fusion_compiler.ir.dims import Dim, Hints, hint, numel, simple
 from fusion_compiler.ir.reproducible import reproducible_values
 from fusion_compiler.ops.eager_checks import refuses_node
+from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.own.experts import expert_mm
 from fusion_compiler.ops.own.recurrent import LAYERS
 from fusion_compiler.ops.products import factors_of
@@ -64,8 +65,8 @@ class Op:
     args, kwargs: as in the fx node, with Ref(name) for tensors. outputs: one per result. flops, bytes: what
     it computes, and what it reads and writes when it runs alone. reproducible: its value is one number
     wherever it is computed or held, because a discontinuous operation depends on it. rounds: its value is
-    rounded to its dtype even where it is not stored: see `round_trips`. window: the elements of a
-    convolution's window; 1 for other ops.
+    rounded to its dtype even where it is not stored: see `round_trips`. window: the elements of the
+    window of a convolution that is not depthwise; 0 for other ops.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Op:
     call: EagerCall | None = None
     reproducible: bool = False
     rounds: bool = False
-    window: int = 1
+    window: int = 0
 
     @property
     def first(self) -> str:
@@ -269,17 +270,27 @@ def _work(node: fx.Node, outputs: Sequence[TensorMeta], inputs: Sequence[TensorM
         weights = sum(numel_of(other) for other in others if len(other.shape) == 2)
         return 2 * steps * weights * (2 if backward else 1)
     if name.startswith(CONVOLUTIONS) and "weight" in named:
-        is_transposed = named.get("transposed", "transpose" in name)
-        positions = meta("input") if is_transposed else meta("grad_output") if backward else outputs[0]
+        positions = meta("grad_output") if backward else outputs[0]
+        if _is_transposed(node, named):
+            positions = meta("input")
         return 2 * numel_of(positions) * numel(meta("weight").shape[1:], hints) * (2 if backward else 1)
     return 0
 
 
+def _is_transposed(node: fx.Node, named: Mapping[str, Any]) -> bool:
+    """Return whether a convolution is transposed. named: its arguments."""
+    return named.get("transposed", "transpose" in name_of(node.target))
+
+
 def _window(node: fx.Node, hints: Hints) -> int:
-    if isinstance(node.target, OpOverload) and name_of(node.target).startswith(CONVOLUTIONS):
-        weight = bound(node.target, node.args, node.kwargs)["weight"]
-        return numel(metas_of(weight.meta["val"])[0].shape[2:], hints)
-    return 1
+    """Return `Op.window` of a node."""
+    if not isinstance(node.target, OpOverload) or not name_of(node.target).startswith(CONVOLUTIONS):
+        return 0
+    named = bound(node.target, node.args, node.kwargs)
+    x, weight = (named[name].meta["val"] for name in ("input", "weight"))
+    if depthwise.is_depthwise(x, weight, _is_transposed(node, named), named.get("groups", 1)):
+        return 0
+    return numel(metas_of(weight)[0].shape[2:], hints)
 
 
 def nbytes(metas: Iterable[TensorMeta], hints: Hints | None = None) -> int:

@@ -348,6 +348,24 @@ def test_a_transposed_convolution_is_counted_by_its_inputs(dimensions: int) -> N
     assert op.flops == 2 * (2 * 8 * 6**dimensions) * (4 * 3**dimensions)
 
 
+def test_the_gradient_of_a_bias_is_a_pass_over_the_results_gradient() -> None:
+    x, h200 = torch.randn(4096, 512), spec_of("h200")
+
+    def backward(bias: bool) -> float:
+        work = workload(nn.Linear(512, 1024, bias=bias), (x,), {}, training=True)
+        ((_, us),) = estimate(work, h200)
+        return us
+
+    read = 1e6 * 4096 * 1024 * 4 / h200.copy_bandwidth
+    assert read < backward(True) - backward(False) < 3 * read
+
+
+def test_a_depthwise_convolution_has_no_window() -> None:
+    work = workload(nn.Conv2d(8, 8, 3, groups=8), (torch.zeros(2, 8, 6, 6),), {}, training=True)
+    (op,) = map(work.dag.op, work.order)
+    assert op.window == 0 and op.flops
+
+
 def test_gradients_that_are_added_to_others_take_time() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:

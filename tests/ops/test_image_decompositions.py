@@ -195,9 +195,11 @@ def test_each_pass_runs_in_its_faster_order_and_returns_its_operands(
     for (_, mask), orders in last.items():
         (expected,) = {names[mask] in faster} if mask in names else {n in faster for n in ("dgrad", "wgrad")}
         assert orders == [expected] * len(orders)
-    results = zip(apart(*args), passes(*args), passes(*wide(args)), args, strict=True)
-    for our, eager, true, operand in results:
-        error = (eager.double() - true).abs().max().item()  # on a CPU without 16-bit products it rounds more
+    for our, eager, true, operand in zip(
+        apart(*args), passes(*args), passes(*wide(args)), args, strict=True
+    ):
+        # eager rounds more on a CPU without 16-bit products
+        error = (eager.double() - true).abs().max().item()
         torch.testing.assert_close(our.double(), true, rtol=2e-2, atol=max(2e-2, 2 * error))
         assert our.stride() == operand.stride()
 

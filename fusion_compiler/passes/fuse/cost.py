@@ -13,14 +13,13 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from fusion_compiler.ir.dag import CONVOLUTIONS, FEW_ROWS, Op
+from fusion_compiler.ir.dag import FEW_ROWS, Op
 from fusion_compiler.ir.device import GEMM_SHARE, DeviceSpec
 from fusion_compiler.ir.dims import hint, numel
 from fusion_compiler.ir.loops import LoopNest
 from fusion_compiler.ir.plan_data import Cost
 from fusion_compiler.ops.own import depthwise
 from fusion_compiler.ops.products import factors_of
-from fusion_compiler.ops.schema import short_name
 from fusion_compiler.schedule.analysis import Analysis
 from fusion_compiler.schedule.cost import NO_HINTS, Roofline
 from fusion_compiler.schedule.space import cheapest
@@ -43,9 +42,10 @@ DEPTHWISE_RATES: dict[object, tuple[float, float]] = {
     depthwise.depthwise_weight_gradient: (0.02, 0.13),
 }
 DEPTHWISE_US = 4.0  # such a call takes at least so long, on a single image
-# cuDNN's matrix units want channels last. A convolution whose channels are first has its tensors transposed,
-# at this share of a copy's bandwidth, unless its window is one element and its images end at multiples of
-# 16 bytes: measured on an H200 at 18 shapes (2026-11-30; `python -m benchmarks library` measures it).
+# cuDNN's kernels for tensor units read channels last. If channels are first, they copy each tensor to that
+# order, at this share of a copy's bandwidth. They need no copies for a window of one element if the bytes of
+# a channel of an image are a multiple of 16. `python -m benchmarks channel-order` measures this; the share is
+# that of an H200 on 2026-11-30.
 TRANSPOSED_SHARE, ALIGNED_BYTES = 0.5, 16
 TF32_CAPABILITY = 80  # PyTorch lets cuDNN round float32 to TF32, which NVIDIA's GPUs have from here on
 EAGER_SHARE = 0.9  # the share of copy bandwidth that an ATen element-wise kernel reaches
@@ -123,7 +123,7 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
             rate /= prod(op.args[-3])  # type: ignore[arg-type]
     elif dtype.itemsize <= 2:
         rate = device.tensor_flops * (ATTENTION_SHARE if attention else GEMM_SHARE)
-    elif dtype is torch.float32 and is_convolution(op) and device.capability >= TF32_CAPABILITY:
+    elif dtype is torch.float32 and op.window and device.capability >= TF32_CAPABILITY:
         rate = device.tensor_flops / 2 * GEMM_SHARE
     else:
         lanes = device.fp64_per_s if dtype is torch.float64 else device.fp32_per_s
@@ -138,17 +138,14 @@ def contraction_cost(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, in
     return Cost(us, read, written, flops, bound)
 
 
-def is_convolution(op: Op) -> bool:
-    """Return whether an op is a convolution of a library, or the gradients of one."""
-    return short_name(op.target).startswith(CONVOLUTIONS)
-
-
 def transposing_us(op: Op, device: DeviceSpec, hints: Mapping[sympy.Symbol, int]) -> float:
-    """Return the time in which a library transposes the tensors of a convolution with channels first."""
+    """Return the microseconds in which cuDNN copies the tensors of a convolution to channels last; 0 for any
+    other op, and on other devices."""
     result = next((meta for meta in op.outputs if len(meta.shape) > 2), None)
-    if not is_convolution(op) or not device.capability or result is None or result.stride[1] == 1:
+    if not op.window or result is None or result.stride[1] == 1:
         return 0.0
-    if result.dtype.itemsize > 4 or (result.dtype.itemsize == 4 and device.capability < TF32_CAPABILITY):
+    least = 1 if result.dtype.itemsize <= 2 else TF32_CAPABILITY
+    if result.dtype is torch.float64 or device.capability < least:
         return 0.0
     image = numel(result.shape[2:], hints) * result.dtype.itemsize
     if op.window == 1 and image % ALIGNED_BYTES == 0:
