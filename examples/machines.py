@@ -10,7 +10,6 @@ error that names it; start them again, and training goes on from the last checkp
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 
 import torch
@@ -99,10 +98,8 @@ def main(processes: int = 4, folder: str | None = None) -> None:
     if "RANK" in os.environ:  # a process of torchrun
         train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", folder or "checkpoints")
         return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     with tempfile.TemporaryDirectory() as temporary:
+        address = f"file://{temporary}/rendezvous"
         mp.spawn(train, (processes, address, folder or temporary), processes)
 
 

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import tempfile
 import time
@@ -114,13 +113,13 @@ def plan_of(model: nn.Module, machines: int, device: torch.device, **options: An
 
 
 def process(
-    rank: int, world: int, port: int, kind: str, contenders: list[str], cuts: list[str], steps: int, name: str
+    rank: int, world: int, kind: str, contenders: list[str], cuts: list[str], steps: int, name: str
 ) -> None:
     torch.set_num_threads(1)
     device = device_of(kind, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", f"file://{name}/rendezvous", rank=rank, world_size=world)
     text = Text()
 
     def pipeline_of(contender: str, throttle: fc.Link | None) -> fc.PipelineRunner:
@@ -194,11 +193,8 @@ def loss_of(text: Text, folder: Path, world: int, steps: int) -> float:
 def measure(
     text: Text, world: int, contenders: list[str], cuts: list[str], steps: int, kind: str
 ) -> Iterator[dict[str, Any]]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
-        mp.spawn(process, (world, port, kind, contenders, cuts, steps, name), world)
+        mp.spawn(process, (world, kind, contenders, cuts, steps, name), world)
         for contender in contenders:
             folder = Path(name) / contender
             reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]

