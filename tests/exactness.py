@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from benchmarks.kernels import ranking
@@ -162,18 +161,6 @@ def wide(value: Any) -> Any:
     return tree_map(
         lambda x: x.detach().double() if isinstance(x, Tensor) and x.is_floating_point() else x, value
     )
-
-
-class InFloat64(TorchFunctionMode):
-    """Casts to float32 are casts to float64: the truth of a function that itself says `float()`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        double = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
-        return func(*tree_map(double, args), **tree_map(double, kwargs or {}))
 
 
 def not_as_close(ours: Tensor, eager: Tensor, truth: Tensor, noise: float = 0.0) -> str | None:

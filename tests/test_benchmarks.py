@@ -22,6 +22,7 @@ from benchmarks.decoding import decode
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness import record, timing
 from benchmarks.harness.accuracy import (
+    InFloat64,
     chance,
     error_of,
     not_worse,
@@ -123,6 +124,18 @@ def test_a_copy_keeps_strides_and_offset() -> None:
     turned = torch.randn(3, 4, dtype=torch.float64).t()[1:]
     assert copy_of(turned).stride() == turned.stride()
     assert torch.equal(copy_of(turned), turned)
+
+
+def test_the_truth_of_code_that_casts_to_float32_is_in_float64() -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        shares = torch.softmax(x, -1, dtype=torch.float32) + x.to(torch.float32) / x.float().square().sum()
+        return shares.to(x.dtype)
+
+    x = torch.randn(8, 64, dtype=torch.float64)
+    exact = torch.softmax(x, -1) + x / x.square().sum()
+    with InFloat64():
+        truth = scaled(x)
+    assert torch.equal(truth, exact) and not torch.equal(scaled(x), exact)
 
 
 @pytest.mark.sample(60)

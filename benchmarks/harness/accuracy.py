@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 FLOAT32_EPS = torch.finfo(torch.float32).eps
+
+
+class InFloat64(TorchFunctionMode):
+    """Casts to float32 are casts to float64 under this mode.
+
+    Code that itself casts to float32, as most norms of transformers do, would else have a truth that is no
+    more exact than eager's own result, and shares its errors.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args, kwargs = tree_map(_double_for_float, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _double_for_float(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @dataclass(frozen=True)

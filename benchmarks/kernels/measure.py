@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from benchmarks.harness import timing
-from benchmarks.harness.accuracy import error_of, worst_ratio
+from benchmarks.harness.accuracy import InFloat64, error_of, worst_ratio
 from benchmarks.harness.contenders import Compile, contenders, liger_functional
 from benchmarks.harness.processes import compile_ahead
 from benchmarks.harness.record import Record, begin, reason
@@ -87,7 +87,8 @@ def truth_of(case: Case, inputs: dict[str, Tensor], wrt: Sequence[str]) -> Truth
     fn = case.without_randomness()
     gradients = gradients_of(case, inputs)
     wide = [g.double() for g in gradients]
-    exact = run(fn, leaves(inputs, wrt, torch.float64), wrt, wide, case.state)
+    with InFloat64():
+        exact = run(fn, leaves(inputs, wrt, torch.float64), wrt, wide, case.state)
     return Truth(inputs, gradients, exact, run(fn, leaves(inputs, wrt), wrt, gradients, case.state))
 
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from benchmarks.harness.contenders import Compile, autotune, eager_ops, inductor
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.harness.tables import (
@@ -232,7 +233,8 @@ def measured(case: Case, compile_: Compile, options: argparse.Namespace) -> dict
     inputs = case.inputs(options.device, options.quick)
     start, compiled = time.perf_counter(), compile_(case.fn)
     with torch.no_grad():
-        exact = results_of(case.fn(*(x.double() for x in inputs)))
+        with InFloat64():
+            exact = results_of(case.fn(*(x.double() for x in inputs)))
         eager = errors_of(case.fn(*inputs), exact)
         mine = errors_of(compiled(*inputs), exact)
         ready = time.perf_counter() - start

@@ -17,6 +17,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.decoding.decoders import DECODERS
 from benchmarks.harness import tables
-from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.accuracy import InFloat64, chance, ratios_to_eager
 from benchmarks.harness.contenders import Compile, contenders, eager_ops, recorded_graphs
 from benchmarks.harness.processes import my_turn, only
 from benchmarks.harness.record import Cell, Record, begin, fill
@@ -215,7 +216,8 @@ def errors(task: Task, compile_: Compile) -> dict[str, Any]:
     dtype = torch.float64 if task.quick else workload.exact
     model, _ = task.make(dtype=dtype, weights=weights)
     wide = None if gradient is None else gradient.to(dtype)
-    exact = results_of(model, model, cast(batch, dtype), workload.train, wide)
+    with InFloat64() if dtype is torch.float64 else nullcontext():
+        exact = results_of(model, model, cast(batch, dtype), workload.train, wide)
     del model, weights
     release(device)
     model, batch = task.make()

@@ -28,7 +28,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.harness.accuracy import chance, ratios_to_eager
+from benchmarks.harness.accuracy import InFloat64, chance, ratios_to_eager
 from benchmarks.harness.record import Record, begin, reason
 from benchmarks.numerics.tiny_models import Batch, CannotBuildError, architectures, loss_of, tensors_of, tiny
 from fusion_compiler import FusionWarning
@@ -70,7 +70,8 @@ def exact_step(model: nn.Module, batch: Batch) -> Result:
             wide.set_experts_implementation("batched_mm")
     torch.set_default_dtype(torch.float64)  # of what a model makes on the way
     try:
-        return step(wide, wide, {n: t.double() if t.is_floating_point() else t for n, t in batch.items()})
+        with InFloat64():
+            return step(wide, wide, {n: t.double() if t.is_floating_point() else t for n, t in batch.items()})
     finally:
         torch.set_default_dtype(torch.float32)
 

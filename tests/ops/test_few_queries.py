@@ -12,12 +12,13 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from fusion_compiler.ops.decompositions.few_queries import in_chunks
 from fusion_compiler.ops.own.few_queries import attend
 from fusion_compiler.passes.rewrites.few_queries import MOST_QUERIES
 from fusion_compiler.runtime.target import compile_for
 from tests.codegen.test_dependent_launch import programs_of
-from tests.exactness import InFloat64, not_as_close, wide
+from tests.exactness import not_as_close, wide
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from examples.encoder_layer import EncoderLayer
 from fusion_compiler.ir.plan import FusionPlan
 from fusion_compiler.passes.rewrites.attention_mask import simplify_masks
@@ -24,7 +25,7 @@ from fusion_compiler.passes.rewrites.grouped_query import GROUPED_QUERIES
 from fusion_compiler.passes.rewrites.written_attention import FUSED_ATTENTION, RULE
 from fusion_compiler.patterns import Rewrite
 from tests import models
-from tests.exactness import InFloat64, not_as_close, rounding_noise, wide
+from tests.exactness import not_as_close, rounding_noise, wide
 from tests.passes.test_rewrites import SDPA, on_cuda, targets, traced, traced_on_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from fusion_compiler.ir.chunks import Chunked
 from fusion_compiler.ops.decompositions.table import decomposition_table
 from fusion_compiler.passes.chunks import chunk
@@ -24,7 +25,7 @@ from fusion_compiler.passes.chunks.chunk import Limits
 from fusion_compiler.passes.chunks.one_hot import sum_one_hot
 from fusion_compiler.stitch.order import ordered
 from tests import models
-from tests.exactness import InFloat64, not_as_close, wide
+from tests.exactness import not_as_close, wide
 
 VOCABULARY, HIDDEN = 72, 12
 IN_FORWARD, AGAIN = "gradients made in the forward pass", "computed again in backward"

@@ -16,13 +16,14 @@ from torch import Tensor
 import fusion_compiler as fc
 from benchmarks.chains import variants
 from benchmarks.chains.variants import VARIANTS, Shape, Variant
+from benchmarks.harness.accuracy import InFloat64
 from fusion_compiler.ir.dag import OpDag
 from fusion_compiler.ir.loops import Load, Reduce
 from fusion_compiler.passes.lower.chains import lower_chain
 from fusion_compiler.passes.nests.attention import RULE
 from fusion_compiler.passes.rewrites import masked_attention
 from fusion_compiler.schedule.uneven_widths import in_powers_of_two
-from tests.exactness import InFloat64, not_as_close
+from tests.exactness import not_as_close
 from tests.nest_values import stored
 
 BY_NAME = {v.name: v for v in VARIANTS if not v.name.startswith("call")}

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from fusion_compiler.codegen.passes import stored_late
 from fusion_compiler.codegen.tile import Assign, For, Range, Statement, Store
 from fusion_compiler.ir.loops import LARGEST_TILE
 from fusion_compiler.ops.syntax import Name
 from fusion_compiler.stitch import order
-from tests.exactness import InFloat64, not_as_close
+from tests.exactness import not_as_close
 from tests.kernel_text import parsed
 from tests.random_programs.generate import draw
 from tests.random_programs.judge import judge

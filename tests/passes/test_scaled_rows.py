@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusion_compiler as fc
+from benchmarks.harness.accuracy import InFloat64
 from benchmarks.models.nets import deepseek
 from fusion_compiler.ir.graph_pass import Level
 from fusion_compiler.passes.rewrites.scaled_rows import SCALED_ROWS
 from fusion_compiler.pipeline import passes_at
-from tests.exactness import InFloat64, not_as_close
+from tests.exactness import not_as_close
 from tests.passes.test_rewrites import targets, traced
 
 aten = torch.ops.aten
