@@ -18,17 +18,15 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps
 class InFloat64(TorchFunctionMode):
     """Casts to float32 are casts to float64 under this mode.
 
-    Code that itself casts to float32, as most norms of transformers do, would else have a truth that is no
-    more exact than eager's own result, and shares its errors.
+    Most norms of transformers cast to float32. Without this mode, the truth of such code is no more exact
+    than eager's result and shares its errors.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
         args, kwargs = tree_map(_double_for_float, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
 
 
 def _double_for_float(value: Any) -> Any:

@@ -20,8 +20,11 @@ CONTEXT.set_forkserver_preload(["torch", "fusion_compiler.api", "torch.distribut
 
 
 def meet(rank: int, world: int, folder: Path) -> None:
-    """Form a group. The first process serves its store, at a port that the system chooses and a file names: a
-    port that is free for one moment may be taken by another test in the next."""
+    """Form a group whose first process serves the store, as tests kill this process too.
+
+    The system chooses the store's port, and a file tells it to the other processes. A port that is chosen
+    before the store is made may be taken by another test in between.
+    """
     patience = timedelta(seconds=60)
     address = folder / "port"
     if rank == 0:

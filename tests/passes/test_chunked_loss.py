@@ -148,6 +148,11 @@ LOSSES: dict[Callable[..., Tensor], str] = {
 }
 
 
+# Sums over the words cancel in the gradients of these losses. Over 1000 inputs of the cumulative one, eager's
+# error is up to 34 units in the last place of the largest gradient, and ours up to 11.
+CANCELLING = (cumulative, entropy, preferred)
+
+
 def inputs(dtype: torch.dtype, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     labels = torch.randint(0, VOCABULARY, (2, length))
     labels[0, 2] = labels[1, 1] = -100
@@ -174,16 +179,17 @@ def gradient_notes(compiled: Any) -> str:
 def check(fn: Callable[..., Any], x: Tensor, w: Tensor, t: Tensor, backend: str = "eager") -> str:
     """Compares with float64 and with eager; the notes.
 
-    Sums over the words cancel, so the errors of eager itself reach 34 units in the last place of the largest
-    gradient in a thousand inputs, and those of ours 11. Sixteen are allowed where eager was lucky.
+    Where eager was lucky, 8 units in the last place of the largest gradient are allowed, and 16 for the
+    losses of CANCELLING.
     """
     compiled = fc.compile(fn, backend=backend)
     ours, eager = results(compiled, x, w, t), results(fn, x, w, t)
     with InFloat64():
         truth = results(fn, wide(x), wide(w), t)
+    units = 16 if fn in CANCELLING else 8
     for name, our, their, true in zip(("loss", "x", "w"), ours, eager, truth, strict=True):
         largest = 10.0 if name == "loss" else true.abs().max().item()  # log-probabilities, which may cancel
-        wrong = not_as_close(our, their, true.double(), 16 * torch.finfo(torch.float32).eps * largest)
+        wrong = not_as_close(our, their, true.double(), units * torch.finfo(torch.float32).eps * largest)
         assert wrong is None, f"{name}: {wrong}"
     return notes(compiled)
 
